@@ -278,3 +278,39 @@ def test_suggested_commands_exist():
                 assert options <= set.union(*(known[n] for n in names)), f"{file.name}: {words}"
                 suggested += names
     assert len(suggested) >= 10
+
+
+AUTO = ("plan", "gpt2", "--on", "2xrtx4090", "--batch-size", "8", "--seq-len", "256", "--only", "tensor_parallel",
+        "--only", "pipeline", "--only", "data_parallel")  # fmt: skip
+
+
+def test_a_found_plan_can_be_predicted_and_planned_again(ridgeline, tmp_path):
+    code, out, err = ridgeline(*AUTO, "--method", "alpa", "--workers", "1", "--out", str(tmp_path), "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["gain"] >= 1
+    assert [row["stage"] for row in found["stages"]] == list(range(len(found["stages"])))
+    code, out, _ = ridgeline("predict", str(tmp_path / "alpa.toml"), "--json")
+    assert code == 0
+    assert json.loads(out)["metrics"]["step_time_s"]["value"] == pytest.approx(found["metrics"]["step_time_s"])
+    again = ("plan", "gpt2", "--running", str(tmp_path / "alpa.toml"), "--on", "1xrtx4090", "--workers", "1")
+    again = (*again, "--out", str(tmp_path))
+    code, out, _ = ridgeline(*again, "--json")
+    assert code == 0
+    assert json.loads(out)["on"] == "rtx4090"
+    code, out, _ = ridgeline(*again)
+    assert "of parameters and optimizer states move" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((*AUTO, "--method", "alph"), "did you mean 'alpa'?"),
+        ((*AUTO, "--method", "alpa", "--goal", "memory"), "goals throughput and latency"),
+        (("plan", "gpt2", "--on", "4xa100-80g-sxm+2xrtx4090"), "plans run on equal ones"),
+    ],
+)
+def test_questions_that_automatic_parallelization_refuses(ridgeline, args, says):
+    code, _, err = ridgeline(*args)
+    assert code == 2
+    assert says in err

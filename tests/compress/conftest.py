@@ -42,7 +42,7 @@ class Bench:
 
     def checkpoint(self, steps: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
         """A model like LLAMA with these ``changes``, trained for ``steps`` on the text."""
-        name = "-".join([str(steps), str(dtype)[6:], *(f"{k}={v}" for k, v in changes.items())])
+        name = "-".join([str(steps), str(dtype)[6:], *(f"{k}={v}" for k, v in changes.items())])[:200]  # of a file
         path = self.folder / name
         if path.exists():
             return path

@@ -1,5 +1,7 @@
 """One small model per family, and the real twin of a training experiment."""
 
+import re
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from ridgeline.graph import training_graph
 from ridgeline.predict.common import rewritten
 from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.targets import linears
 from ridgeline.techniques.registry import check
 
 _LLAMA = {
@@ -16,6 +19,9 @@ _LLAMA = {
 }  # fmt: skip
 _GPT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
         "max_position_embeddings": 64}  # fmt: skip
+_DEEPSEEK = {**_LLAMA, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+             "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
+             "moe_intermediate_size": 24, "first_k_dense_replace": 1}  # fmt: skip
 
 FAMILIES = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -38,11 +44,29 @@ FAMILIES = {
     "falcon_grouped": {**_GPT, "model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
     "gpt_oss": {**_LLAMA, "model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
                 "sliding_window": 5},
+    "deepseek_v2": {**_DEEPSEEK, "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": {**_DEEPSEEK, "model_type": "deepseek_v3", "n_group": 2, "topk_group": 1,
+                    "routed_scaling_factor": 2.5},
     "bloom": {"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 3, "n_head": 4, "seq_length": 64},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "opt": {**_GPT, "model_type": "opt", "word_embed_proj_dim": 32, "ffn_dim": 64},
     "bert": {**_GPT, "model_type": "bert", "intermediate_size": 64},
 }  # fmt: skip
+
+
+_IN_LATENT = {"q_proj": "q_b_proj", "k_proj": "kv_a_proj", "v_proj": "kv_b_proj"}
+
+
+def fitting(spec, plan):
+    """``plan`` with LoRA's targets by the names that latent attention has for them."""
+    if not spec.is_latent:
+        return list(plan)
+    known = {name.rpartition(".")[2] for name in linears(spec)}
+    plan = [call.replace("rank=4", "rank=4,targets=q_proj+v_proj") if call == "lora:rank=4" else call for call in plan]
+    for name, theirs in _IN_LATENT.items():
+        if name not in known:
+            plan = [re.sub(rf"\b{name}", theirs, call) for call in plan]
+    return plan
 
 
 @pytest.fixture(params=FAMILIES)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.graph.conftest import fitting
 
 from ridgeline import catalog, experiments, nn
 from ridgeline.graph import prefill_graph, training_graph
@@ -15,11 +16,12 @@ def test_parameters_of_every_family(spec, twins):
     assert {name: tuple(p.shape) for name, p in real.items()} == listed
     assert sum(p.numel * n for p, n in g.params) == spec.num_parameters == sum(p.numel() for p in real.values())
     assert sum(p.stored_bytes * n for p, n in g.params) == sum(p.nbytes for p in real.values())
-    # Block by block, not only in the sum.
-    for block, n in ((b, b.repeat) for b in g.blocks if b.name == "layers"):
-        one = {f"layers.0.{p.name}": p.shape for p in block.params}
-        assert one == {name: shape for name, shape in listed.items() if name.startswith("layers.0.")}
-        assert n == spec.num_layers
+    # Block by block, not only in the sum: all layers are alike, but for those before the first mixture.
+    layers = [b for b in g.blocks if b.name == "layers"]
+    for block, at in zip(layers, sorted({0, spec.dense_layers}), strict=True):
+        one = {f"layers.{at}.{p.name}": p.shape for p in block.params}
+        assert one == {name: shape for name, shape in listed.items() if name.startswith(f"layers.{at}.")}
+    assert sum(b.repeat for b in layers) == spec.num_layers
 
 
 @pytest.mark.parametrize("name", catalog.models())
@@ -82,7 +84,7 @@ PLANS = {
 def test_saved_activations(spec, twins, plan):
     if spec.num_experts and "down" in plan:
         pytest.skip("experts are no plain linear layers")
-    both = twins(spec, PLANS[plan], seq_len=48)
+    both = twins(spec, fitting(spec, PLANS[plan]), seq_len=48)
     g, plain = both.graph(), twins(spec, seq_len=48).graph()
     saved = sum(b.saved_bytes * b.repeat for b in g.blocks) + g.buffers - plain.buffers
     if not ((spec.sliding_window or spec.score_changes) and "flash" in plan):  # a mask is a buffer, one for all layers
@@ -97,7 +99,7 @@ MIXED = {"naive": [], "flash": ["flash_attention"], "lora-flash": ["lora:rank=4"
 @pytest.mark.parametrize("plan", MIXED)
 def test_saved_activations_in_mixed_precision(spec, twins, plan):
     """Here the low copies of the weights are among what autograd keeps; the graph lists them beside the parameters."""
-    both = twins(spec, ["mixed_precision", *MIXED[plan]], seq_len=48)
+    both = twins(spec, ["mixed_precision", *fitting(spec, MIXED[plan])], seq_len=48)
     g = both.graph()
     kept = sum(b.saved_bytes * b.repeat for b in g.blocks) + sum(p.numel * p.working_bytes * n for p, n in g.params)
     kept += g.buffers - twins(spec, seq_len=48).graph().buffers
@@ -109,5 +111,6 @@ def test_key_value_cache(spec):
         pytest.skip("an encoder has no cache")
     workload = {"kind": "generate", "prompt_len": 10, "output_len": 6, "batch_size": 3, "dtype": "bf16"}
     g = prefill_graph(experiments.make(spec.model_dump(), "a100", workload, []))
-    by_hand = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 3 * 16 * 2
+    each = 2 * spec.num_kv_heads * spec.head_dim if spec.kv_lora_rank is None else spec.kv_lora_rank + spec.rotary_dim
+    by_hand = spec.num_layers * each * 3 * 16 * 2
     assert g.kv_cache == kv_cache_bytes(spec, 3, 16, "bf16") == by_hand

@@ -226,6 +226,26 @@ def test_a_sweep_on_the_command_line(server, ridgeline, tmp_path):
     assert points[100] == pytest.approx(results[0].metrics["ttft_p50_s"].value, abs=1e-6)
 
 
+def test_two_servers_under_the_same_load(server, ridgeline, tmp_path):
+    """One is three times as slow per token; whoever comes first alternates, and both get the same prompts."""
+    with mock(gap=3 * GAP) as slow:
+        asked = ["--rate", "50", "--requests", "20", "--input-len", "4", "--output-len", "6", "--run", "3"]
+        code, out, err = ridgeline("load", server, "--against", slow, "--rounds", "3", *asked, "--json", "--records",
+                                   str(tmp_path / "all.jsonl"))  # fmt: skip
+        assert code == 0, err
+        found = {m["name"]: m for m in json.loads(out)["metrics"]}
+        tpot = found["tpot_s"]
+        assert tpot["b"] / tpot["a"] == pytest.approx(3, rel=0.5)
+        assert tpot["low"] <= tpot["ratio"] <= tpot["high"]
+        assert tpot["low"] > 1
+        assert tpot["verdict"] == "slower"
+        sent = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+        assert len(sent) == 2 * 3 * 20
+        assert json.loads(out)["a"].startswith(server)
+        code, out, err = ridgeline("load", server, "--against", slow, *asked[2:], "--rate", "50,60")
+        assert (code, "give one rate" in err) == (2, True)
+
+
 def test_mistakes_are_one_message(server, ridgeline, tmp_path):
     with mock(key="open") as closed:
         for args, said in [

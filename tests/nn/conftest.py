@@ -33,6 +33,9 @@ _NEOX = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidd
          "num_attention_heads": 4, "max_position_embeddings": 64, "rotary_pct": 0.5}  # fmt: skip
 _FALCON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
            "max_position_embeddings": 64}  # fmt: skip
+_DEEPSEEK = {**_LLAMA, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+             "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
+             "n_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}  # fmt: skip
 
 CONFIGS = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -139,6 +142,33 @@ CONFIGS = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 5,
+    },
+    "deepseek_v2": {**_DEEPSEEK, "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v2_grouped": {
+        **_DEEPSEEK,
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.0,
+    },
+    "deepseek_v3": {
+        **_DEEPSEEK,
+        "model_type": "deepseek_v3",
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     },
     "bloom": {"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 64},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},

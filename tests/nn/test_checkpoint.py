@@ -9,6 +9,7 @@ from tests.nn.conftest import CONFIGS, randomize, spec_of
 
 from ridgeline.nn import build, load_checkpoint, load_into, save_checkpoint
 from ridgeline.nn.checkpoint import checkpoint as module
+from ridgeline.nn.quant.packed_model import PackedExperts, load_packed
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
@@ -191,3 +192,45 @@ def test_gpt_oss_blocks_are_expanded(tmp_path):
         assert torch.equal(block.mlp.experts.gate_proj, both[..., ::2].mT)
         assert torch.equal(block.mlp.experts.up_proj, both[..., 1::2].mT)
         assert torch.equal(block.mlp.experts.down_proj, dense[f"model.layers.{layer}.mlp.experts.down_proj"].mT)
+    packed = load_packed(tmp_path)  # which computes from the codes
+    for layer, block in packed.layers.items():
+        held = block.mlp.experts
+        assert isinstance(held, PackedExperts)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            whole = getattr(loaded.layers[layer].mlp.experts, name).float()
+            for e, linear in enumerate(getattr(held, name)):
+                assert torch.equal(linear.dense(), whole[e])
+    ids = torch.randint(96, (2, 9), generator=rng)
+    with torch.no_grad():
+        want, got = loaded.float()(ids), packed.float()(ids)
+    assert torch.allclose(got, want, rtol=1e-3, atol=2e-3 * float(want.abs().max()))
+
+
+def test_fp8_blocks_are_expanded(tmp_path):
+    """Weights as DeepSeek-V3 is published, one factor for a block of them; sizes that are no whole blocks too."""
+    config = {**CONFIGS["deepseek_v3"], "hidden_size": 40, "num_nextn_predict_layers": 0}
+    model = build(ModelSpec.from_config(config), dtype=torch.bfloat16)
+    save_checkpoint(model, tmp_path)
+    tensors, rng = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0)
+    dense = {}
+    for name in [n for n in tensors if n.endswith("_proj.weight") or n.endswith("_with_mqa.weight")]:
+        rows, columns = tensors[name].shape
+        low = torch.randn(rows, columns, generator=rng).to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-rows // 16), -(-columns // 16), generator=rng) + 0.5
+        dense[name] = torch.stack([
+            torch.stack([low[i, j].float() * scales[i // 16, j // 16] for j in range(columns)]) for i in range(rows)
+        ]).bfloat16()  # fmt: skip
+        tensors |= {name: low, f"{name}_scale_inv": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    written = json.loads((tmp_path / "config.json").read_text())
+    quantized = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (tmp_path / "config.json").write_text(json.dumps({**written, "quantization_config": quantized}))
+    layer = load_checkpoint(tmp_path).layers["1"]
+    stem = "model.layers.1"
+    assert torch.equal(layer.attention.kv_a_proj.weight, dense[f"{stem}.self_attn.kv_a_proj_with_mqa.weight"])
+    assert torch.equal(layer.mlp.shared.up_proj.weight, dense[f"{stem}.mlp.shared_experts.up_proj.weight"])
+    assert torch.equal(layer.mlp.experts.down_proj[3], dense[f"{stem}.mlp.experts.3.down_proj.weight"])
+    tensors[f"{stem}.self_attn.o_proj.weight_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="factors for blocks"):
+        load_checkpoint(tmp_path)

@@ -8,7 +8,7 @@ from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.quantized_kv import CodedCache
 from ridgeline.predict import predict
-from ridgeline.runtime.train_build import Build
+from ridgeline.runtime.build import Build
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment

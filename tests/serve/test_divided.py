@@ -116,12 +116,30 @@ FAMILIES = {
         **MIXTURE,
     },
     "bloom": {"position": "alibi", "embedding_norm": True},
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        "num_kv_heads": TINY.num_heads,
+        "head_dim": 12,
+        "rotary_dim": 4,
+        "rope_interleaved": True,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "value_dim": 8,
+        "dense_layers": 1,
+        "shared_intermediate_size": 32,
+        "router_scores": "sigmoid",
+        "router_score_bias": True,
+        "router_groups": 2,
+        "router_scale": 2.5,
+        **MIXTURE,
+    },
     "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_positions=8, attention_factor=1.2)},
 }
 
 
 @pytest.mark.parametrize(
-    ("family", "plan"), [*((f, p) for f in FAMILIES for p in (TP, PP)), ("qwen3_moe", EP), ("gpt_oss", EP)]
+    ("family", "plan"),
+    [*((f, p) for f in FAMILIES for p in (TP, PP)), ("qwen3_moe", EP), ("gpt_oss", EP), ("deepseek_v3", EP)],
 )
 def test_two_ranks_serve_every_familys_tokens(family, plan):
     tokens, told, *_ = world(2).run(on_ranks, experiment(*SERVED, plan, model=FAMILIES[family]))[0]

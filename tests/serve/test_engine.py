@@ -32,7 +32,10 @@ def llama():
      ("llama-mini", {"parallel_residual": True, "shared_norm": True, "num_kv_heads": 1}),
      ("llama-mini", {"position": "alibi", "embedding_norm": True}),
      ("mixtral-tiny", {"family": "gpt_oss", "attention_sinks": True, "moe_bias": True, "activation": "swigluoai",
-                       "sliding_window": 9, "window_every": 2})],
+                       "sliding_window": 9, "window_every": 2}),
+     ("mixtral-tiny", {"family": "deepseek_v2", "num_kv_heads": 4, "head_dim": 12, "rotary_dim": 4, "value_dim": 8,
+                       "kv_lora_rank": 16, "dense_layers": 1, "shared_intermediate_size": 32,
+                       "normalize_router": False, "rope_interleaved": True})],
 )  # fmt: skip
 def test_tokens_are_those_of_whole_passes_for_every_kind_of_model(base, fields):
     made = model(base, **fields) if base != "gpt2" else model(base, num_kv_heads=4)

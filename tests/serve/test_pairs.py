@@ -17,7 +17,7 @@ from ridgeline.nn.model.generate import make_cache
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant import native_codes, torch_codes
 from ridgeline.nn.quant.packed_linear import PackedLinear
-from ridgeline.runtime.train_build import Build
+from ridgeline.runtime.build import Build
 from ridgeline.serve.build_engine import make_engine
 from ridgeline.spec.decode_kernel import OTHER_PARTS, refusal
 from ridgeline.spec.device import Cluster

@@ -7,7 +7,7 @@ import pytest
 from ridgeline import catalog
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.families import FAMILIES as READERS
-from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.model import FROZEN, ModelSpec
 from ridgeline.spec.unsupported import UNLIKE
 
 LLAMA = {
@@ -15,6 +15,9 @@ LLAMA = {
     "num_attention_heads": 4,
 }  # fmt: skip
 
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+           "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 24,
+           "first_k_dense_replace": 1}  # fmt: skip
 SMALL = {  # transformers' class, its model class, arguments
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"num_key_value_heads": 2, "sliding_window": 7}),
@@ -26,6 +29,8 @@ SMALL = {  # transformers' class, its model class, arguments
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"num_key_value_heads": 2, "sliding_window": 7, "pad_token_id": 0}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, "n_group": 2, "topk_group": 1}),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"num_key_value_heads": 1, "head_dim": 16}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"num_key_value_heads": 2, "head_dim": 16}),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"num_key_value_heads": 2, "head_dim": 16}),
@@ -65,9 +70,11 @@ def test_transformers_own_configuration(family):
     assert spec.family == {"switch_transformers": "t5"}.get(family, family)
     with torch.device("meta"):
         model = getattr(tf, model_class)(config)
-    assert spec.num_parameters == sum({id(p): p.numel() for p in model.parameters()}.values())
+    frozen = sum(p.numel for p in spec.parameters() if p.name.endswith(FROZEN))  # theirs are buffers
+    assert spec.num_parameters == sum({id(p): p.numel() for p in model.parameters()}.values()) + frozen
     # The class's defaults, which are a published model's sizes, are read too.
-    assert ModelSpec.from_config(getattr(tf, config_class)().to_dict()).num_parameters > 15e6
+    chosen = {"num_experts_per_tok": 6} if family == "deepseek_v2" else {}  # which its defaults leave open
+    assert ModelSpec.from_config(getattr(tf, config_class)(**chosen).to_dict()).num_parameters > 15e6
 
 
 def test_llama3_rope_scaling_in_both_spellings():

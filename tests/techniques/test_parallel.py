@@ -220,6 +220,8 @@ def test_refusals(plan, options, says):
 
 
 def test_what_cannot_be_run_yet_says_so():
-    with pytest.raises(UserError, match=r"mxfp4 can be predicted.*not yet run"):
-        require_runnable(experiments.make("llama2-7b", "a100", {"kind": "generate"}, ["mxfp4:layers=all"]))
+    workload, plan = {"kind": "generate", "batch_size": 2}, ["tensor_parallel:degree=2"]
+    divided = experiments.make("llama2-7b", "2xa100", workload, plan)
+    with pytest.raises(UserError, match=r"tensor_parallel can be predicted in task 'generate', not yet run"):
+        require_runnable(divided)
     require_runnable(make("zero", "mixed_precision", "recompute"))

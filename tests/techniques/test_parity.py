@@ -22,7 +22,7 @@ from tests.world import world
 from ridgeline.nn.model.generate import make_cache
 from ridgeline.nn.model.init import build
 from ridgeline.predict.settle import settled
-from ridgeline.runtime.train_build import Build
+from ridgeline.runtime.build import Build
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan

@@ -15,7 +15,7 @@ from ridgeline.measure.probing.cache_size import SIZES, cache_bytes
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.predict import predict
-from ridgeline.runtime.train_build import Build
+from ridgeline.runtime.build import Build
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.kernels.partial_head_update import computed

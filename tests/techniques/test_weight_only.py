@@ -8,7 +8,7 @@ from ridgeline.nn.kernels import native
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.packed_model import holds_codes, load_packed
 from ridgeline.predict import predict
-from ridgeline.runtime.train_build import Build
+from ridgeline.runtime.build import Build
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment

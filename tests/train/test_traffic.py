@@ -26,6 +26,9 @@ WIDE = MODEL.model_copy(
 EXPERTS = {"num_experts": 4, "experts_per_token": 2}
 TP, SP = "tensor_parallel:degree=2", "sequence_parallel"
 RING = ("ring_attention:degree=2", "flash_attention")
+SHARDED = f"{TP},sharding=embed={{0}}+attention={{0}}+mlp={{0}}+head={{0}}"
+MIXED = (f"{TP},sharding=embed=whole+attention.0=batch+mlp.0=scatter+mlp.2=whole+attention.3=scatter+mlp.3=batch"
+         "+head=batch")  # fmt: skip
 
 ROWS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     # name: ranks, plan, fields of the model, fields of the workload
@@ -40,6 +43,11 @@ ROWS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "tensor": (2, (TP,), {}, {}),
     "tensor, tied": (2, (TP,), {"tie_embeddings": True}, {}),
     "sequence": (2, (TP, SP), {}, {}),
+    "scatter": (2, (SHARDED.format("scatter"),), {}, {}),
+    "batch": (2, (SHARDED.format("batch"),), {}, {}),
+    "batch, tied": (2, (SHARDED.format("batch"),), {"tie_embeddings": True}, {}),
+    "whole": (2, (SHARDED.format("whole"),), {}, {}),
+    "mixed strategies": (2, (MIXED,), {}, {}),
     "ring": (2, RING, {}, {}),
     "ring of 4": (4, ("ring_attention:degree=4", "flash_attention", "zero:stage=3"), {}, {}),
     "gpipe": (2, ("pipeline:degree=2,schedule=gpipe",), {}, {"micro_batch_size": 2}),
@@ -81,6 +89,8 @@ PAIRS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], dict[str, Any]]] = 
     "pipeline x zero 3, resharded": (
         4, ("pipeline:degree=2", "zero:stage=3,reshard=true"), {}, {"micro_batch_size": 1},
     ),
+    "mixed strategies x zero 3 x recompute": (4, (MIXED, "zero:stage=3", "recompute"), {}, {}),
+    "batch x stages": (4, (SHARDED.format("batch"), "pipeline:degree=2,layers=3+1"), {}, {"micro_batch_size": 2}),
     "pipeline x tensor": (4, ("pipeline:degree=2", TP, SP), {}, {"micro_batch_size": 2}),
     "pipeline x data": (4, ("pipeline:degree=2", "data_parallel:bucket_mb=0.2"), {}, {"micro_batch_size": 2}),
     "fp8 sums": (2, ("data_parallel:bucket_mb=1", "mixed_precision", "fp8:gradients=true"), {}, {}),

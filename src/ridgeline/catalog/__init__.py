@@ -256,6 +256,9 @@ def cluster(text: str) -> Cluster:
         raise UserError("the cluster has no name", "write for example 'local', '8xa800-80g' or '4x8xa100-80g-sxm'")
     # A path may start with digits and an x ("2x/box.toml"), so an existing file is used as is.
     whole = text.endswith(".toml") and Path(text).expanduser().is_file()
+    if "+" in text and not whole:
+        raise UserError(f"cluster {text!r} joins parts with different devices: plans run on equal ones",
+                        "name one of its parts, or the slowest device for all")  # fmt: skip
     nodes, per_node, name = (1, 1, text) if whole else split_cluster_name(text)
     if nodes < 1 or per_node < 1:
         raise UserError(f"cluster {text!r} has no devices", "counts start at 1, as in '8xa800-80g'")

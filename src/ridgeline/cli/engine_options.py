@@ -25,6 +25,9 @@ DeviceMemory = Annotated[
     str | None,
     typer.Option(help="Device memory to use: 8GiB, …; layers that do not fit rest in host memory or on --disk."),
 ]
+DType = Annotated[
+    str, typer.Option(help="Dtype of the weights: fp32, bf16, fp16, or auto (fp32 on a CPU, bf16 on a GPU).")
+]
 HostMemory = Annotated[str | None, typer.Option(help="Host memory that layers may rest in: 32GiB, …")]
 SecretFile = Annotated[
     Path | None,
@@ -32,10 +35,12 @@ SecretFile = Annotated[
 ]
 DiskFolder = Annotated[Path | None, typer.Option("--disk", help="Folder on a disk that layers may rest on.")]
 
+_DTYPES = ("auto", "fp32", "bf16", "fp16")
+
 
 def make_engine(
     checkpoint: Path, with_: list[str] | None, length: int | None, seqs: int | None, tokens: int | None,
-    pool: str | None, more: tuple[str, ...] = (),
+    pool: str | None, dtype: str, more: tuple[str, ...] = (),
     memory: tuple[str | None, str | None, Path | None] = (None, None, None),
 ) -> Engine:  # fmt: skip
     """The engine of the default plan and ``more``, where ``--with`` does not give their options itself; -NAME leaves a
@@ -51,6 +56,8 @@ def make_engine(
     from ridgeline.spec.plan import Call
 
     require_checkpoint(checkpoint)
+    if dtype not in _DTYPES:
+        raise unknown("dtype", dtype, _DTYPES, "--dtype")
     default, given = (*DEFAULT_PLAN, *more), with_ or []
     mixture = ModelSpec.from_path(checkpoint).num_experts > 0
     wanted = plan_of([item for item in given if not item.startswith("-")], "--with", mixture).strings()
@@ -61,7 +68,7 @@ def make_engine(
     named = {*off, *(Call.parse(item).name for item in wanted)}
     plan = [*(name for name in default if name not in named), *wanted]
     options: dict[str, Any] = {"max_model_len": length, "max_num_seqs": seqs, "max_num_batched_tokens": tokens,
-               "kv_cache_bytes": number_of_bytes("--kv-cache", pool)}  # fmt: skip
+               "kv_cache_bytes": number_of_bytes("--kv-cache", pool), "dtype": dtype}  # fmt: skip
     if any(memory):
         return _placed(checkpoint, plan, memory, options)
     return load_engine(checkpoint, plan, **options)

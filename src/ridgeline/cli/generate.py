@@ -15,6 +15,7 @@ from ridgeline.cli.engine_options import (
     Checkpoint,
     DeviceMemory,
     DiskFolder,
+    DType,
     HostMemory,
     Length,
     Pool,
@@ -52,6 +53,7 @@ def generate(
     tokenizer: Tokenizer = None,
     chat_template: ChatTemplate = None,
     max_model_len: Length = None,
+    dtype: DType = "auto",
     max_num_seqs: Seqs = None,
     max_num_batched_tokens: BatchedTokens = None,
     kv_cache: Pool = None,
@@ -81,7 +83,7 @@ def generate(
     if not left:
         say(f"{len(prompts)} of {len(prompts)} prompts done already")
         return
-    engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache,
+    engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype,
                          memory=(device_memory, host_memory, disk))  # fmt: skip
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
 

@@ -10,7 +10,11 @@ import typer
 from ridgeline.cli.base import Json, app, command_line, keep, say
 
 if TYPE_CHECKING:
+    from ridgeline.measure.load.endpoint import Endpoint
+    from ridgeline.measure.load.prompts import Prompts
+    from ridgeline.measure.load.run_load import Settings
     from ridgeline.spec.result import Result
+    from ridgeline.spec.workload import Serve
 
 
 @app.command()
@@ -46,6 +50,10 @@ def load(
         int | None,
         typer.Option(min=0, help="Run number: prompts differ between runs, and the same number repeats them."),
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="URL of a second server: both get the same load, in turns, and are compared.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often both get it, with other prompts (--against).")] = 5,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
     records: Annotated[Path | None, typer.Option(help="Write every request as a JSON line.")] = None,
     json: Json = False,
@@ -53,7 +61,8 @@ def load(
     """Send load to a server: TTFT, TPOT, ITL, throughput, goodput.
 
     Open loop: requests are sent when they are due, whatever is still unanswered, and latency counts from
-    then. Ctrl-C keeps the results so far.
+    then. Ctrl-C keeps the results so far. With --against, two servers get the same load in turns, and
+    each metric's ratio is shown with its 95 % interval over the rounds.
     """
     import secrets
 
@@ -67,6 +76,10 @@ def load(
     endpoint = find_endpoint(url, model, _api(api), key, ignore_eos, extra_fields(extra_body))
     prompts, prompt_source = make_prompts(endpoint.api, data, tokenizer, vocab_size, shared_prefix, seed, run)
     settings = Settings(warmup, timeout, prompt_source, run)
+    if against is not None:
+        other = find_endpoint(against, model, _api(api), key, ignore_eos, extra_fields(extra_body))
+        _side_by_side((endpoint, other), (url, against), loads, rounds, prompts, settings, records, report, json)
+        return
     done: list[Any] = []
     for i, w in enumerate(loads):
         with StepBar(label(endpoint.model, w), 0) as bar:
@@ -91,6 +104,40 @@ def load(
     if results[-1].status == "interrupted":
         raise typer.Exit(130)
     if any(r.status != "ok" for r in results):
+        raise typer.Exit(1)
+
+
+def _side_by_side(
+    both: tuple[Endpoint, Endpoint], names: tuple[str, str], loads: list[Serve], rounds: int, prompts: Prompts,
+    settings: Settings, records: Path | None, report: Path | None, json: bool,
+) -> None:  # fmt: skip
+    from ridgeline.measure.load.run_load import label, write_records
+    from ridgeline.measure.load.side_by_side import compared, measure_both
+    from ridgeline.report.console import StepBar, print_comparison
+    from ridgeline.spec.errors import UserError
+
+    if len(loads) > 1:
+        raise UserError(f"--against compares two servers under one load, and --rate asks for {len(loads)}",
+                        "give one rate")  # fmt: skip
+    with StepBar(f"{label(both[0].model, loads[0])}, two servers", 0) as bar:
+        done = measure_both(*both, loads[0], prompts.at_rate, settings, rounds, bar.message)
+    if not done:
+        raise typer.Exit(130)
+    found = compared(done, names)
+    found.commands.append(_command())
+    results = [pair for one in done for pair in one]
+    if records:
+        write_records(records, [d for _, d in results])
+    keep(*(r for r, _ in results))
+    if report:
+        from ridgeline.report.html import comparison_html
+
+        comparison_html(found, report)
+        say(f"report: {report}")
+    print(found.model_dump_json(indent=2)) if json else print_comparison(found)
+    if len(done) < rounds:
+        raise typer.Exit(130)
+    if any(r.status != "ok" for r, _ in results):
         raise typer.Exit(1)
 
 

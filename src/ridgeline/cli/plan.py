@@ -31,6 +31,21 @@ def plan(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Consider no techniques but these. Repeatable.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="Exclude this technique. Repeatable.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Search strategies of single operators and stages: alpa, flexflow, greedy or random (pretrain)."
+        ),
+    ] = None,
+    running: Annotated[
+        Path | None,
+        typer.Option(help="Experiment file of a run whose cluster has changed to --on: plan the rest of it."),
+    ] = None,
+    lost: Annotated[
+        list[int] | None,
+        typer.Option(help="With --running: a rank whose device is gone (default: the last). Repeatable."),
+    ] = None,
+    steps_left: Annotated[int, typer.Option(min=1, help="With --running: steps that are left of the run.")] = 1000,
     fleet: Annotated[
         list[Path] | None,
         typer.Option(help="Fleet file whose pools without `replicas` are sized for the limits (serve). Repeatable."),
@@ -54,8 +69,20 @@ def plan(
     if fleet:
         from ridgeline.cli.fleet_plan import plan_fleets
 
-        others = {"--on": on != "local", "--with": with_, "--allow": allow, "--only": only, "--forbid": forbid}
+        others = {
+            "--method": method,
+            "--on": on != "local",
+            "--with": with_,
+            "--allow": allow,
+            "--only": only,
+            "--forbid": forbid,
+        }
         plan_fleets(fleet, model, task, given, goal or "cost", parse_slo(slo or []), others, out, json)
+        return
+    if running:
+        from ridgeline.cli.plan_auto import plan_again
+
+        plan_again(running, on, lost or [], steps_left, method or "alpa", out, workers, json)
         return
     goal = goal or "throughput"
     cluster = catalog.cluster(on)
@@ -68,6 +95,11 @@ def plan(
         frozenset(allow or ()), frozenset(only or ()), frozenset(forbid or ()),
         free_batch=task == "generate" and "batch_size" not in fields, free_micro_batch="micro_batch_size" not in fields,
     )  # fmt: skip
+    if method:
+        from ridgeline.cli.plan_auto import plan_automatically
+
+        plan_automatically(question, method, out, workers, json)
+        return
     with console.StepBar(f"planning {e.model.name} on {cluster.label}", 0) as bar:
         answer = search(question, workers, lambda at, of: bar.progress.update(bar.task, completed=at, total=of))
     reasons, miss, ways = why_not(answer), None, []

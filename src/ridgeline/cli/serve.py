@@ -15,6 +15,7 @@ from ridgeline.cli.engine_options import (
     Checkpoint,
     DeviceMemory,
     DiskFolder,
+    DType,
     HostMemory,
     Length,
     Pool,
@@ -82,6 +83,7 @@ def serve(
     ] = 0,
     fleet_secret_file: SecretFile = None,
     max_model_len: Length = None,
+    dtype: DType = "auto",
     max_num_seqs: Seqs = None,
     max_num_batched_tokens: BatchedTokens = None,
     kv_cache: Pool = None,
@@ -126,7 +128,7 @@ def serve(
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
     if role is not None:
         more = (*more, *(f"{name}:role={role}" for name in bringing("phase_pools")))
-    engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more,
+    engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype, more,
                          (device_memory, host_memory, disk))  # fmt: skip
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
     service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options)

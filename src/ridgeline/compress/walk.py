@@ -168,7 +168,10 @@ class Walker:
     @torch.no_grad()
     def observe(self, block: TransformerBlock, hidden: Hidden, visit: Callable[[str, Tensor], None]) -> None:
         """Pass what each site of the block reads to ``visit``, chunk by chunk. A mixture's experts are not included."""
-        sites: dict[str, nn.Module] = {"attention.qkv": block.attention.q_proj, "attention.o": block.attention.o_proj}
+        attention = block.attention
+        sites: dict[str, nn.Module] = {"attention.qkv": attention.get_submodule(attention.entrances[0])}
+        sites |= {f"attention.{site}": attention.get_submodule(n) for site, (n, _) in attention.inner_inputs().items()}
+        sites["attention.o"] = attention.o_proj
         if isinstance(block.mlp, MLP):
             sites |= {"mlp.up": block.mlp.up_proj, "mlp.down": block.mlp.down_proj}
         hooks = [m.register_forward_pre_hook(lambda _, x, name=name: visit(name, x[0])) for name, m in sites.items()]
@@ -199,8 +202,11 @@ class Walker:
         """``added`` takes what attention adds to the hidden states; None: they take it themselves."""
         attention = block.attention
         read = _same if block.post_norm else block.attention_norm
-        self._site(f"{prefix}.attention.qkv", attention, ("q_proj", "k_proj", "v_proj"), peaks,
+        self._site(f"{prefix}.attention.qkv", attention, attention.entrances, peaks,
                    (read(x) for x in hidden.chunks()))  # fmt: skip
+        for site, (name, compute) in attention.inner_inputs().items():
+            inputs = (compute(read(x)) for x in hidden.chunks())
+            self._site(f"{prefix}.attention.{site}", attention, (name,), peaks, inputs)
         mixed = Hidden(*hidden.shape[:2], attention.o_proj.in_features, self.folder, "mixed")
         projection, attention.o_proj = attention.o_proj, nn.Identity()  # type: ignore[assignment]
         for x, m in zip(hidden.chunks(), mixed.chunks(), strict=True):
@@ -222,14 +228,18 @@ class Walker:
         mlp = block.mlp
         assert isinstance(mlp, MLP)
         read = _same if block.post_norm else block.attention_norm if block.shared_norm else block.mlp_norm
-        names = ("up_proj",) if mlp.gate_proj is None else ("gate_proj", "up_proj")
-        self._site(f"{prefix}.mlp.up", mlp, names, peaks, (read(x) for x in hidden.chunks()))
-        self._site(f"{prefix}.mlp.down", mlp, ("down_proj",), peaks,
-                   (mlp.expand(mlp, read(x)) for x in hidden.chunks()))  # fmt: skip
+        self._dense(f"{prefix}.mlp", mlp, lambda: (read(x) for x in hidden.chunks()), peaks)
         for x in hidden.chunks():
             x += block.mlp_update(mlp(read(x)))
             if block.post_norm:
                 x.copy_(block.mlp_norm(x))
+
+    def _dense(
+        self, prefix: str, mlp: MLP, inputs: Callable[[], Iterator[Tensor]], peaks: dict[str, Tensor]
+    ) -> None:  # fmt: skip
+        names = ("up_proj",) if mlp.gate_proj is None else ("gate_proj", "up_proj")
+        self._site(f"{prefix}.up", mlp, names, peaks, inputs())
+        self._site(f"{prefix}.down", mlp, ("down_proj",), peaks, (mlp.expand(mlp, x) for x in inputs()))
 
     def _experts(self, prefix: str, block: TransformerBlock, hidden: Hidden, expert: ReadExpert) -> None:
         """Each expert sees only the tokens that the router sends to it. In memory are the weights of one, or of as many
@@ -262,6 +272,10 @@ class Walker:
                          for w, own, x in zip(where, owns, inner, strict=True)])  # fmt: skip
             for own, x, place in zip(owns, inner, places, strict=True):
                 self._add(hidden, block.mlp_update(own["down_proj"](x)), routed, place)
+        if moe.shared is not None:
+            self._dense(f"{prefix}.mlp.shared", moe.shared, lambda: iter(normed), {})
+            for x, rows in zip(hidden.chunks(), normed, strict=True):
+                x += block.mlp_update(moe.shared(rows)).view_as(x)
 
     def _at_once(self, hidden: int, inner: int, matrices: int) -> int:
         """Number of experts that all steps can process together."""

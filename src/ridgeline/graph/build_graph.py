@@ -64,14 +64,15 @@ def resized(g: Graph, old: ModelSpec, new: ModelSpec) -> Graph:
     assert g.sizes is not None
     b = g.sizes
     out = _graph(new, b.batch, b.q_len, b.kv_len, b.dtype, training=False, last_only=b.last_only, windows=b.windows)
-    out.kv_cache = g.kv_cache * (new.num_layers * new.kv_size) / (old.num_layers * old.kv_size)
+    out.kv_cache = g.kv_cache * kv_cache_bytes(new, 1, 1, b.dtype) / kv_cache_bytes(old, 1, 1, b.dtype)
     out.decode_steps = g.decode_steps
     return out
 
 
 def kv_cache_bytes(m: ModelSpec, batch: int, length: int, dtype: str) -> float:
-    """Bytes of keys and values of ``batch`` sequences of ``length`` tokens over all decoder layers."""
-    return 2.0 * m.num_layers * m.kv_size * batch * length * DTYPE_BYTES[dtype]
+    """Bytes of keys and values (or latents) of ``batch`` sequences of ``length`` tokens over all decoder layers."""
+    each = float(m.cached_tensors * m.cached_heads * m.cached_dim)
+    return each * m.num_layers * batch * length * DTYPE_BYTES[dtype]
 
 
 def _graph(

@@ -22,6 +22,8 @@ BIASED = "biased"
 """Kernel of fused attention that adds a bias or a mask to its scores, or of FlashAttention's first generation."""
 PORTABLE = "portable"
 """Kernel of fused attention that uses only Ampere's features, on a newer device."""
+LATENT = "latent"
+"""Kernel of fused attention whose values are its keys (latent attention with absorbed projections)."""
 Role = Literal["", "weight_gradient", "bias_gradient", "regather"]
 
 
@@ -79,7 +81,7 @@ class Op:
     kv_dtype: str = ""
     """attention: storage dtype of keys and values; empty: they are of ``dtype``."""
     kernel: str = ""
-    """attention: library of the fused kernel, flash (default), biased, portable or trtllm."""
+    """attention: library of the fused kernel, flash (default), biased, portable, latent or trtllm."""
     role: Role = ""
     """What it computes in backward, where that matters: gradients of parameters, or the gathering of a divided
     input."""

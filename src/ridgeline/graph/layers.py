@@ -131,6 +131,9 @@ class Builder:
     def attention(self, prefix: str, source: str, *, cross: bool = False) -> None:
         """Projections, rotary embedding, scores, softmax, values, output projection (unfused)."""
         s, t, m = self.spec, self.tokens, "attention"
+        if s.is_latent:
+            self.latent_attention(prefix, source)
+            return
         h, q, kv, d = s.hidden_size, s.q_size, s.kv_size, s.head_dim
         kv_rows = self.batch * self.kv_len if cross else t
         self.linear(f"{prefix}.q_proj", m, t, q, h, source, bias=s.qkv_bias)
@@ -146,11 +149,63 @@ class Builder:
         if s.position == "rope":
             for part, n in (("q", t * q), ("k", t * kv)):
                 self.pointwise(f"{prefix}.{part}_rope", m, "rope", n, n, n, n)
+        self._core(prefix, d, d, s.num_kv_heads)
+        self.linear(f"{prefix}.o_proj", m, t, h, q, f"{prefix}.context", bias=s.out_bias)
+
+    def latent_attention(self, prefix: str, source: str) -> None:
+        """Multi-head latent attention (arXiv:2405.04434, section 2.1), with keys and values expanded where all that is
+        attended to is new, and with the projections that would do it absorbed otherwise (nn/model/latent.py)."""
+        s, t, m = self.spec, self.tokens, "attention"
+        assert s.kv_lora_rank is not None
+        h, q, heads, rank, turned = s.hidden_size, s.q_size, s.num_heads, s.kv_lora_rank, s.rotated
+        wide, value = s.cached_dim, s.context_size // heads
+        own = s.head_dim - turned
+        if s.q_lora_rank is None:
+            self.linear(f"{prefix}.q_proj", m, t, q, h, source)
+        else:
+            self.linear(f"{prefix}.q_a_proj", m, t, s.q_lora_rank, h, source, bias=s.qkv_bias)
+            self.norm(f"{prefix}.q_a_norm", f"{prefix}.q_latent", s.q_lora_rank, t, m)
+            self.linear(f"{prefix}.q_b_proj", m, t, q, s.q_lora_rank, f"{prefix}.q_normed")
+        self.pointwise(f"{prefix}.q_rope", m, "rope", t * heads * turned, t * heads * turned, t * heads * turned,
+                       t * heads * turned)  # fmt: skip
+        self.linear(f"{prefix}.kv_a_proj", m, t, wide, h, source, bias=s.qkv_bias)
+        self.norm(f"{prefix}.kv_a_norm", f"{prefix}.kv_latent", rank, t, m)
+        self.save(f"{prefix}.kv_latent", t * wide, [f"{prefix}.kv_a_norm.bwd"])  # with the key beside it
+        self.pointwise(f"{prefix}.k_rope", m, "rope", t * turned, t * turned, t * turned, t * turned)
+        if not self.training and self.q_len < self.kv_len:
+            self._absorbed(prefix, own, value)
+            return
+        self.linear(f"{prefix}.kv_b_proj", m, t, heads * (own + value), rank, f"{prefix}.kv_normed")
+        self.pointwise(f"{prefix}.join", m, "copy", 2 * t * q, 2 * t * q, 2 * t * q, t * (2 * q + heads * value))
+        self._core(prefix, s.head_dim, value, heads)
+        self.linear(f"{prefix}.o_proj", m, t, h, heads * value, f"{prefix}.context", bias=s.out_bias)
+
+    def _absorbed(self, prefix: str, own: int, value: int) -> None:
+        """Attention to cached latents: one key head, whose values are its keys."""
+        s, t, m = self.spec, self.tokens, "attention"
+        assert s.kv_lora_rank is not None
+        heads, rank, weight = s.num_heads, s.kv_lora_rank, f"{prefix}.kv_b_proj.weight"
+        self.param(weight, (heads * (own + value), rank))
+
+        def product(name: str, n: int, k: int) -> None:
+            moved = heads * (t * (n + k) + n * k) * self.width
+            self.block.forward.append(Op(f"{prefix}.{name}", m, "bmm", flops=2.0 * t * heads * n * k, bytes=moved,
+                                         dtype=self.dtype, shape=(heads, t, n, k), param=weight))  # fmt: skip
+
+        product("absorb", rank, own)
+        self.pointwise(f"{prefix}.join", m, "copy", t * heads * s.cached_dim, t * heads * s.cached_dim, 0, 0)
+        self._core(prefix, s.cached_dim, s.cached_dim, 1)
+        product("expand", value, rank)
+        self.linear(f"{prefix}.o_proj", m, t, s.hidden_size, heads * value, f"{prefix}.context", bias=s.out_bias)
+
+    def _core(self, prefix: str, d: int, value: int, kv_heads: int) -> None:
+        """Scores, mask, softmax and values of heads of width ``d``, whose values have width ``value`` (unfused)."""
+        s, m = self.spec, "attention"
         b, hq, sq, sk = self.batch, s.num_heads, self.q_len, self.kv_len
         scores = float(b * hq * sq * sk)
-        flops = 2.0 * scores * d
+        flops, value_flops = 2.0 * scores * d, 2.0 * scores * value
         w = self.width
-        qk = (b * hq * sq * d + b * s.num_kv_heads * sk * d + scores) * w
+        qk, pv = ((b * hq * sq * width + b * kv_heads * sk * width + scores) * w for width in (d, value))
         shape = (b * hq, sq, sk, d)
         fwd, bwd = self.block.forward, self.block.backward
         fwd.append(Op(f"{prefix}.scores", m, "bmm", flops=flops, bytes=qk, dtype=self.dtype, shape=shape))
@@ -161,33 +216,33 @@ class Builder:
         fwd.append(Op(f"{prefix}.mask", m, "mask", bytes=2 * added * scores * w, dtype=self.dtype))
         drop = (2 * w + 1) * scores if s.dropout else 0.0  # probabilities read and written again, with their mask
         fwd.append(Op(f"{prefix}.softmax", m, "softmax", bytes=2 * scores * w + drop, dtype=self.dtype))
-        fwd.append(Op(f"{prefix}.values", m, "bmm", flops=flops, bytes=qk, dtype=self.dtype, shape=(b * hq, sq, d, sk)))
+        fwd.append(Op(f"{prefix}.values", m, "bmm", flops=value_flops, bytes=pv, dtype=self.dtype,
+                      shape=(b * hq, sq, value, sk)))  # fmt: skip
         if self.training:
 
-            def product(name: str, shape: tuple[int, ...]) -> Op:
-                return Op(f"{prefix}.{name}", m, "bmm", "backward", flops, qk, self.dtype, shape)
+            def product(name: str, shape: tuple[int, ...], of_values: bool = False) -> Op:
+                work, moved = (value_flops, pv) if of_values else (flops, qk)
+                return Op(f"{prefix}.{name}", m, "bmm", "backward", work, moved, self.dtype, shape)
 
-            bwd.append(product("values.dprobs", shape))
-            bwd.append(product("values.dv", (b * hq, sk, d, sq)))
+            bwd.append(product("values.dprobs", (b * hq, sq, sk, value), True))
+            bwd.append(product("values.dv", (b * hq, sk, value, sq), True))
             bwd.append(Op(f"{prefix}.softmax.bwd", m, "softmax", "backward", 0, 3 * scores * w + drop, self.dtype))
             bwd.append(product("scores.dq", (b * hq, sq, d, sk)))
             bwd.append(product("scores.dk", (b * hq, sk, d, sq)))
-            kv_elements = b * sk * kv
-            self.save(f"{prefix}.q", b * sq * q, [f"{prefix}.scores.dk"])
-            self.save(f"{prefix}.k", kv_elements, [f"{prefix}.scores.dq"])
-            self.save(f"{prefix}.v", kv_elements, [f"{prefix}.values.dprobs"])
+            self.save(f"{prefix}.q", b * sq * hq * d, [f"{prefix}.scores.dk"])
+            self.save(f"{prefix}.k", b * sk * kv_heads * d, [f"{prefix}.scores.dq"])
+            self.save(f"{prefix}.v", b * sk * kv_heads * value, [f"{prefix}.values.dprobs"])
             self.save(f"{prefix}.probs", scores, [f"{prefix}.values.dv", f"{prefix}.softmax.bwd"])
             if s.dropout:  # its mask, and the probabilities that remain (arXiv:2205.05198, section 4.1)
                 self.save(f"{prefix}.probs.mask", scores, [f"{prefix}.softmax.bwd"], 1.0)
                 self.save(f"{prefix}.probs.dropped", scores, [f"{prefix}.values.dv"])
-        self.linear(f"{prefix}.o_proj", m, t, h, q, f"{prefix}.context", bias=s.out_bias)
         self.block.workspace = max(self.block.workspace, 2 * scores * w)
         self.block.backward_workspace = max(self.block.backward_workspace, 2 * scores * w)
 
-    def mlp(self, prefix: str, source: str) -> None:
-        """Dense MLP, gated or not."""
+    def mlp(self, prefix: str, source: str, width: int = 0) -> None:
+        """Dense MLP, gated or not, of inner ``width`` (0: the model's)."""
         s, t = self.spec, self.tokens
-        h, f = s.hidden_size, s.intermediate_size
+        h, f = s.hidden_size, width or s.dense_size
         if s.gated:
             self.linear(f"{prefix}.gate_proj", "mlp", t, f, h, source, bias=s.mlp_bias)
         self.linear(f"{prefix}.up_proj", "mlp", t, f, h, source, bias=s.mlp_bias)
@@ -199,6 +254,9 @@ class Builder:
         s, t = self.spec, self.tokens
         h, f, e, k = s.hidden_size, s.intermediate_size, s.num_experts, s.experts_per_token
         self.linear(f"{prefix}.router", "mlp", t, e, h, source)
+        if s.router_score_bias:
+            self.param(f"{prefix}.score_bias", (e,))
+            self.block.params[-1].trainable = False
         self.pointwise(f"{prefix}.routing", "mlp", "softmax", t * e, t * e, 2 * t * e, t * e)
         self.save(f"{prefix}.routing", t * e + 4 * t * k, [f"{prefix}.routing.bwd"], 4.0)
         rows = t * k
@@ -219,6 +277,9 @@ class Builder:
                     self.param(f"{experts}.{part}_bias", (e, size))
         self.pointwise(f"{prefix}.combine", "mlp", "copy", 2 * rows * h, t * h, t * h, 2 * rows * h)
         self.save(f"{prefix}.expert_out", rows * h, [f"{prefix}.combine.bwd"])
+        if s.shared_intermediate_size:
+            self.mlp(f"{prefix}.shared", source, s.shared_intermediate_size)
+            self.pointwise(f"{prefix}.shared.add", "mlp", "residual", 2 * t * h, t * h, 0, 0)
 
     def _activation(self, prefix: str, n: float) -> None:
         """silu(gate)·up, or one activation; saves its inputs (a plain ReLU its output, as the next linear does)."""

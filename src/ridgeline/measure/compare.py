@@ -127,7 +127,7 @@ def _metric(name: str, a: Result, b: Result, kind: ComparisonKind) -> MetricChan
         out.verdict = "no interval" if kind == "measured vs measured" else ""
         return out
     out.ratio, out.low, out.high = interval
-    out.verdict = _judge(name, known.better, out.low, out.high)
+    out.verdict = judge(name, known.better, out.low, out.high)
     return out
 
 
@@ -148,7 +148,8 @@ def _interval(name: str, a: Result, b: Result, ma: Metric, mb: Metric) -> Interv
     return Interval(mb.value / ma.value, math.exp(middle - half), math.exp(middle + half))
 
 
-def _judge(name: str, better: str, low: float, high: float) -> Judgement:
+def judge(name: str, better: str, low: float, high: float) -> Judgement:
+    """What the interval of a ratio b / a of a metric says about b; ``better``: lower or higher."""
     gain = (low, high) if better == "higher" else (1 / high, 1 / low)
     word = verdict(*gain, margin=MARGIN)
     if word == "no difference" or name.endswith("_s") or name.startswith("tokens_per_s"):

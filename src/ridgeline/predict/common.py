@@ -33,10 +33,20 @@ def beyond_host(g: Graph, cluster: Cluster) -> str:
             f" ({host.name})")  # fmt: skip
 
 
+_RECENT = 16
+_ranks_view: list[tuple[Cluster, Cluster]] = []
+
+
 def rank_cluster(e: Experiment) -> Cluster:
-    """The cluster as one rank sees it: a CPU's ranks share its cores and memory."""
+    """The cluster as one rank sees it: a CPU's ranks share its cores and memory. The same object for the same cluster,
+    as operators remember their time on it."""
+    for whole, view in _ranks_view:
+        if whole is e.cluster:
+            return view
     shared = e.cluster.device.shared_by(e.cluster.devices_per_node)
-    return e.cluster.model_copy(update={"device": shared})
+    _ranks_view.insert(0, (e.cluster, e.cluster.model_copy(update={"device": shared})))
+    del _ranks_view[_RECENT:]
+    return _ranks_view[0][1]
 
 
 def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Cluster) -> Result:

@@ -21,7 +21,7 @@ from ridgeline.nn.memory.layer_stream import (
     size_of,
 )
 from ridgeline.nn.memory.tiered_store import PAGE, mark_host
-from ridgeline.runtime.train_build import Build
+from ridgeline.runtime.build import Build
 
 Name = tuple[str, int | None]
 """A parameter by our name and, for stacked experts, the expert's index."""

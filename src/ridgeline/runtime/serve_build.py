@@ -12,8 +12,8 @@ from ridgeline.nn.memory.block_store import BlockStore
 from ridgeline.nn.memory.kv_pool import BatchLayout
 from ridgeline.nn.memory.pass_memory import Forward
 from ridgeline.nn.model.transformer import Transformer
+from ridgeline.runtime.build import Build
 from ridgeline.runtime.mesh import Mesh
-from ridgeline.runtime.train_build import Build
 from ridgeline.spec.scheduling import Scheduling
 
 

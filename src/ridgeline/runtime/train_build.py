@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from ridgeline.data.batches import Batch
 from ridgeline.nn.memory.tiered_store import TieredStore
 from ridgeline.nn.model.loss import token_loss
+from ridgeline.runtime.build import Build
 from ridgeline.runtime.gradients import clear, clip, global_norm
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.optimizer import MakeOptimizer, learning_rate, make_optimizer
-from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import FROZEN
 
 if TYPE_CHECKING:
     import numpy as np
     from tokenizers import Tokenizer
     from torch.distributed import ProcessGroup
 
-    from ridgeline.nn.model.attention import AttentionBackend
     from ridgeline.nn.model.transformer import Transformer
     from ridgeline.nn.parallel.divide import Divider
     from ridgeline.runtime.reducer import Bucket, Waitable
@@ -125,23 +125,6 @@ class Scaler(Stateful, Protocol):
 
     def update(self, finite: bool) -> None:
         """Update after a step, whose gradients were ``finite`` or not (in which case it is skipped)."""
-
-
-@dataclass
-class Build:
-    """The interface of every engine for techniques."""
-
-    experiment: Experiment
-    model: Transformer
-    device: torch.device
-    compute_dtype: torch.dtype | None = None
-    """Autocast dtype of the forward pass; None: none."""
-    fused_attention: str | AttentionBackend = "flash"
-    """The attention backend without a score matrix."""
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    """Device memory that techniques hold in addition to the model's parameters."""
-    metrics: dict[str, Callable[[], float]] = field(default_factory=dict)
-    """What techniques report about a generation when it is over: shares, by the name of the metric."""
 
 
 @dataclass
@@ -289,9 +272,10 @@ class TrainBuild(Build):
         return total
 
     def assert_trainable(self) -> None:
-        """Set ``requires_grad`` of every parameter from ``trainable``; some wrappers silently reset it."""
+        """Set ``requires_grad`` of every parameter from ``trainable``; some wrappers silently reset it. Those that no
+        gradient reaches never train."""
         for name, p in self.root.named_parameters():
             if p.is_floating_point():
-                p.requires_grad_(self.trainable(name))
+                p.requires_grad_(self.trainable(name) and not name.endswith(FROZEN))
         for chunk in self.chunks:
             chunk.autocast = self.compute_dtype

@@ -98,6 +98,8 @@ class Found:
     """The best feasible plan of each kind (:func:`kind_of`)."""
     front: list[Tried] = field(default_factory=list)
     """Not beaten in both the goal and memory, among plans at most ``SLACK`` times slower than the best."""
+    fitting: dict[Hashable, Tried] = field(default_factory=dict)
+    """Every plan that fits and keeps the limits, as far as it was predicted."""
     with_technique: dict[str, Tried] = field(default_factory=dict)
     """The best feasible plan that has the technique on."""
     simplest: Tried | None = None
@@ -141,6 +143,7 @@ class Found:
 
     def feasible(self, t: Tried) -> None:
         """Record a plan that fits and keeps the limits."""
+        self.fitting[t.key] = t
         kind = kind_of(t.experiment)
         if kind not in self.kinds or _order(t) < _order(self.kinds[kind]):
             self.kinds[kind] = t
@@ -169,7 +172,7 @@ class Found:
 
     def merge(self, other: Found) -> None:
         """Merge what another part found."""
-        feasible = [*other.kinds.values(), *other.front, *other.with_technique.values()]
+        feasible = [*other.kinds.values(), *other.front, *other.with_technique.values(), *other.fitting.values()]
         for t in feasible + ([other.simplest] if other.simplest else []):
             self.feasible(t)
         for t in other.nearest:

@@ -59,7 +59,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     assert isinstance(w, Serve)
     run.take_workload(w)
     width = next(run.model.parameters()).element_size()
-    each = run.block_bytes(len(run.model.layers), run.kv_heads, e.model.head_dim, width)
+    each = run.block_bytes(e.model, len(run.model.layers), run.kv_heads, width)
     blocks, longest = run.pool(e.model, w, each, _free(run)) if e.model.causal else (0, context(e.model, w))
     runner = _runner(run, blocks)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
@@ -113,11 +113,11 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
         dtype = DTYPES[e.dtype]
         if w.checkpoint:
             later = tuple(prefix for t in techniques for prefix in t.reads_itself(e))
-            model = load_packed(Path(w.checkpoint), dtype, device, later=later)
+            model = load_packed(Path(w.checkpoint), dtype, device, later=later, mapped=True)
         else:
             model = build(e.model, device, dtype, w.seed)
     model.requires_grad_(False)
-    run = ServeBuild(e, model, device, kv_heads=e.model.num_kv_heads, followers=followers)
+    run = ServeBuild(e, model, device, kv_heads=e.model.cached_heads, followers=followers)
     run.mesh = Mesh.make(e, device.type, e.parallel.get("ep", 1)) if e.world > 1 else None
     for technique in techniques:
         technique.scheduling(run)
@@ -164,7 +164,9 @@ def _free(run: ServeBuild) -> float:
     """Free bytes of the device's memory, or what the experiment allows the device if that is less."""
     held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*run.model.parameters(), *run.buffers)}
     device, limit = run.device, run.experiment.cluster.device.memory_bytes - sum(held.values())
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type == "cuda":
+        return min(torch.cuda.mem_get_info(device)[0], limit)
+    free: float = psutil.virtual_memory().available - run.model.mapped_bytes
     return min(free, limit)
 
 

@@ -23,9 +23,10 @@ from ridgeline.serve.sequence import Sequence
 NO_MASK = Mask(None, False)
 
 
-def find_kernel(device: torch.device, dtype: torch.dtype, kind: str) -> Kernel | None:
-    """Attention of single new tokens over the pages of all sequences at once, where there is a kernel for it."""
-    if device.type == "cuda" and not kind and importlib.util.find_spec("triton") is not None:
+def find_kernel(device: torch.device, dtype: torch.dtype, kind: str, width: int) -> Kernel | None:
+    """Attention of single new tokens over the pages of all sequences at once, where there is a kernel for it and for
+    heads of this ``width``."""
+    if device.type == "cuda" and not kind and width <= 256 and importlib.util.find_spec("triton") is not None:
         from ridgeline.nn.kernels.paged_attention import paged_decode
 
         return lambda q, k, v, s, window, changes: paged_decode(
@@ -68,13 +69,21 @@ class Runner:
         """The pass over a step's rows; a technique may put memory of its own around it."""
         window = spec.sliding_window or 0
         self.layout = BatchLayout(causal=spec.causal, window=window if spec.window_every == 1 else 0)
-        shape = (1, kv_heads or spec.num_kv_heads, slots, spec.head_dim)
+        shape = (1, kv_heads or spec.cached_heads, slots, spec.cached_dim)
         self.cache: dict[str, LayerCache] = {
-            name: PagedCache(self.layout, shape, weight.dtype, self.device, kind, window if block.windowed else 0)
+            name: PagedCache(
+                self.layout,
+                shape,
+                weight.dtype,
+                self.device,
+                kind,
+                window if block.windowed else 0,
+                spec.cached_tensors,
+            )
             for name, block in model.layers.items()
         }
         self.keeps = slots > 0
-        self.layout.kernel = find_kernel(self.device, weight.dtype, kind) if self.keeps else None
+        self.layout.kernel = find_kernel(self.device, weight.dtype, kind, spec.cached_dim) if self.keeps else None
         self.after_layer: Callable[[int], None] | None = None
         """Called when a layer has written its keys and values, with its number; not by the decoder below."""
         self.kinds: Tensor | None = None

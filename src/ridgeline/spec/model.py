@@ -28,16 +28,22 @@ _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"
           "max_positions", "moe_every", "window_every")  # fmt: skip
 
 _POSITIVE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
-             "attention_soft_cap", "logits_soft_cap", "local_rope_theta")  # fmt: skip
+             "attention_soft_cap", "logits_soft_cap", "local_rope_theta", "kv_lora_rank", "q_lora_rank", "value_dim",
+             "dense_intermediate_size", "router_scale")  # fmt: skip
 """Numbers that are None or positive."""
 _LATER = (*_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
-          "joint_qk_norm")  # fmt: skip
+          "joint_qk_norm", "rope_interleaved", "dense_layers", "shared_intermediate_size", "router_scores",
+          "router_score_bias", "router_groups", "router_groups_chosen")  # fmt: skip
 """Fields that a dump leaves out at their defaults, so that the ids of experiments stored before them still hold."""
 
-COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 """Linear layers whose outputs tensor parallelism divides (Megatron's column-parallel layers)."""
 ROW = ("o_proj", "down_proj")
 """Linear layers whose inputs it divides, so that their outputs are partial sums."""
+LATENT = ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm")
+"""Modules of multi-head latent attention before its heads, which every rank has whole."""
+FROZEN = (".score_bias",)
+"""How the names of parameters end that no gradient trains."""
 
 
 class Parameter(NamedTuple):
@@ -73,6 +79,8 @@ class ModelSpec(BaseModel):
     head_dim: int
     intermediate_size: int
     """Inner width of the MLP (of one expert in a mixture-of-experts layer)."""
+    dense_intermediate_size: int | None = None
+    """Inner width of the MLP in a mixture's layers without experts (DeepSeek); None: that of an expert."""
     max_positions: int
     norm: Norm = "rmsnorm"
     norm_eps: float = 1e-5
@@ -93,7 +101,10 @@ class ModelSpec(BaseModel):
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None
-    """Leading dimensions of each head that are rotated (GPT-NeoX: a quarter); None: all."""
+    """Leading dimensions of each head that are rotated (GPT-NeoX: a quarter); None: all. In latent attention, the last
+    ones, and the keys' are the same for all heads."""
+    rope_interleaved: bool = False
+    """Whether neighboring dimensions are rotated together, as DeepSeek's, instead of those half the width apart."""
     local_rope_theta: float | None = None
     """Base of the unscaled rotary embedding in layers with a sliding window (Gemma 3); None: theirs is that of all."""
     position_offset: int = 0
@@ -106,6 +117,13 @@ class ModelSpec(BaseModel):
     """RMSNorm over head_dim on queries and keys (Qwen3)."""
     joint_qk_norm: bool = False
     """Whether these norms are over all heads together (OLMo 2)."""
+    kv_lora_rank: int | None = None
+    """Width of the latent that keys and values are computed from in multi-head latent attention (DeepSeek-V2,
+    arXiv:2405.04434, section 2.1); None: other attention."""
+    q_lora_rank: int | None = None
+    """Width of the latent that its queries are computed from; None: directly from the hidden states."""
+    value_dim: int | None = None
+    """Width of each value head there; None: head_dim."""
     tie_embeddings: bool = False
     causal: bool = True
     post_norm: bool = False
@@ -138,6 +156,21 @@ class ModelSpec(BaseModel):
     """Biases on the router and on every expert (gpt-oss)."""
     moe_every: int = 1
     """Every N-th layer is a mixture (1: all; 2: layers 1, 3, 5, … as in Switch)."""
+    dense_layers: int = 0
+    """First layers that are none (DeepSeek)."""
+    shared_intermediate_size: int = 0
+    """Inner width of an MLP beside the experts, which all tokens pass (DeepSeek's shared experts); 0: there is none."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits (DeepSeek-V3: sigmoid)."""
+    router_score_bias: bool = False
+    """One number per expert that is added to its score when experts are chosen, not when they are weighted, and that no
+    gradient trains (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+    router_groups: int = 1
+    """Equal groups of experts, of which ``router_groups_chosen`` can be chosen from: those with the highest score, or
+    with a score bias those with the highest sum of two."""
+    router_groups_chosen: int = 1
+    router_scale: float | None = None
+    """Multiplies the chosen experts' weights (DeepSeek); None: 1."""
     encoder_layers: int = 0
     """Layers of the encoder in an encoder-decoder model (spec only)."""
     embedding_multiplier: float | None = None
@@ -186,7 +219,34 @@ class ModelSpec(BaseModel):
             raise ValueError("swigluoai is a gated activation")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
+        self._check_latent()
+        self._check_router()
         return self
+
+    def _check_latent(self) -> None:
+        if self.kv_lora_rank is None:
+            if self.q_lora_rank is not None or self.value_dim is not None:
+                raise ValueError("q_lora_rank and value_dim need kv_lora_rank")
+            return
+        other = [name for name, has in (
+            ("sliding_window", self.sliding_window), ("qk_norm", self.qk_norm), ("post_norm", self.post_norm),
+            ("attention_sinks", self.attention_sinks), ("attention_soft_cap", self.attention_soft_cap),
+            ("position", self.position != "rope"), ("norm", self.norm != "rmsnorm")) if has]  # fmt: skip
+        if other:
+            raise ValueError(f"kv_lora_rank (latent attention) does not go with this {other[0]}")
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(f"latent attention with {self.num_kv_heads} key heads for {self.num_heads} heads")
+        if self.rotary_dim is None or self.rotary_dim >= self.head_dim:
+            raise ValueError("latent attention needs a rotary_dim below head_dim")
+
+    def _check_router(self) -> None:
+        groups, chosen = self.router_groups, self.router_groups_chosen
+        if (groups, chosen) == (1, 1):
+            return
+        if not self.num_experts or self.num_experts % groups or not 1 <= chosen <= groups:
+            raise ValueError(f"{chosen} of {groups} groups cannot be chosen among {self.num_experts} experts")
+        if self.experts_per_token > chosen * (self.num_experts // groups):
+            raise ValueError(f"{chosen} of {groups} groups hold fewer than {self.experts_per_token} experts")
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -209,6 +269,37 @@ class ModelSpec(BaseModel):
     def kv_size(self) -> int:
         """Width of the key (and of the value) projection."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def context_size(self) -> int:
+        """Width of what the output projection reads."""
+        return self.num_heads * (self.head_dim if self.value_dim is None else self.value_dim)
+
+    @property
+    def cached_heads(self) -> int:
+        """Heads of the key/value cache."""
+        return 1 if self.is_latent else self.num_kv_heads
+
+    @property
+    def cached_dim(self) -> int:
+        """Width of a head in the key/value cache; latent attention keeps a token's latent and its rotated key."""
+        return self.head_dim if self.kv_lora_rank is None else self.kv_lora_rank + self.rotated
+
+    @property
+    def cached_tensors(self) -> int:
+        """Tensors of ``cached_heads`` times ``cached_dim`` elements that a layer keeps of a token: keys and values, or
+        one latent."""
+        return 1 if self.is_latent else 2
+
+    @property
+    def dense_size(self) -> int:
+        """Inner width of the MLP in layers without experts."""
+        return self.dense_intermediate_size or self.intermediate_size
 
     @property
     def rotated(self) -> int:
@@ -235,6 +326,8 @@ class ModelSpec(BaseModel):
 
     def is_moe_layer(self, index: int) -> bool:
         """Whether layer ``index`` is a mixture of experts."""
+        if index < self.dense_layers:
+            return False
         return bool(self.num_experts) and index % self.moe_every == self.moe_every - 1
 
     def is_windowed_layer(self, index: int) -> bool:
@@ -321,6 +414,8 @@ class ModelSpec(BaseModel):
         if self.is_moe_layer(index):
             e = self.num_experts
             yield Parameter(f"{block}.mlp.router.weight", (e, h), block)
+            if self.router_score_bias:
+                yield Parameter(f"{block}.mlp.score_bias", (e,), block)
             if self.gated:
                 yield Parameter(f"{block}.mlp.experts.gate_proj", (e, f, h), block)
             yield Parameter(f"{block}.mlp.experts.up_proj", (e, f, h), block)
@@ -331,14 +426,36 @@ class ModelSpec(BaseModel):
                     yield Parameter(f"{block}.mlp.experts.gate_bias", (e, f), block)
                 yield Parameter(f"{block}.mlp.experts.up_bias", (e, f), block)
                 yield Parameter(f"{block}.mlp.experts.down_bias", (e, h), block)
+            if self.shared_intermediate_size:
+                yield from self._mlp(f"{block}.mlp.shared", self.shared_intermediate_size, block)
         else:
-            if self.gated:
-                yield from self._linear(f"{block}.mlp.gate_proj", f, h, self.mlp_bias, block)
-            yield from self._linear(f"{block}.mlp.up_proj", f, h, self.mlp_bias, block)
-            yield from self._linear(f"{block}.mlp.down_proj", h, f, self.mlp_bias, block)
+            yield from self._mlp(f"{block}.mlp", self.dense_size, block)
+
+    def _mlp(self, prefix: str, f: int, block: str) -> Iterator[Parameter]:
+        h = self.hidden_size
+        if self.gated:
+            yield from self._linear(f"{prefix}.gate_proj", f, h, self.mlp_bias, block)
+        yield from self._linear(f"{prefix}.up_proj", f, h, self.mlp_bias, block)
+        yield from self._linear(f"{prefix}.down_proj", h, f, self.mlp_bias, block)
+
+    def _latent(self, prefix: str, rank: int, block: str) -> Iterator[Parameter]:
+        h, out = self.hidden_size, self.context_size + self.q_size - self.num_heads * self.rotated
+        if self.q_lora_rank is None:
+            yield from self._linear(f"{prefix}.q_proj", self.q_size, h, False, block)
+        else:
+            yield from self._linear(f"{prefix}.q_a_proj", self.q_lora_rank, h, self.qkv_bias, block)
+            yield Parameter(f"{prefix}.q_a_norm.weight", (self.q_lora_rank,), block)
+            yield from self._linear(f"{prefix}.q_b_proj", self.q_size, self.q_lora_rank, False, block)
+        yield from self._linear(f"{prefix}.kv_a_proj", rank + self.rotated, h, self.qkv_bias, block)
+        yield Parameter(f"{prefix}.kv_a_norm.weight", (rank,), block)
+        yield from self._linear(f"{prefix}.kv_b_proj", out, rank, False, block)
+        yield from self._linear(f"{prefix}.o_proj", h, self.context_size, self.out_bias, block)
 
     def _attention(self, prefix: str, block: str) -> Iterator[Parameter]:
         h = self.hidden_size
+        if self.kv_lora_rank is not None:
+            yield from self._latent(prefix, self.kv_lora_rank, block)
+            return
         yield from self._linear(f"{prefix}.q_proj", self.q_size, h, self.qkv_bias, block)
         yield from self._linear(f"{prefix}.k_proj", self.kv_size, h, self.qkv_bias, block)
         yield from self._linear(f"{prefix}.v_proj", self.kv_size, h, self.qkv_bias, block)
@@ -369,9 +486,10 @@ class ModelSpec(BaseModel):
 
         Raises :class:`UserError` for an unsupported ``model_type`` or a missing key.
         """
-        from ridgeline.spec.families import FAMILIES
+        from ridgeline.spec.families import ALIASES, FAMILIES
 
         kind = str(config.get("model_type", ""))
+        kind = ALIASES.get(kind, kind)
         if kind not in FAMILIES:
             raise refuse(kind) or unknown("model_type", kind, FAMILIES, "config.json")
         try:

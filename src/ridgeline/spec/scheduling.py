@@ -86,10 +86,10 @@ class Scheduling:
         self.limits.max_num_seqs = w.max_num_seqs or self.limits.max_num_seqs
         self.limits.max_num_batched_tokens = w.max_num_batched_tokens or self.limits.max_num_batched_tokens
 
-    def block_bytes(self, layers: int, kv_heads: float, head_dim: int, width: float) -> float:
+    def block_bytes(self, m: ModelSpec, layers: int, kv_heads: float, width: float) -> float:
         """Bytes of one block on a rank with this many layers and heads. ``width``: bytes of an unquantized element."""
-        each = kv_bytes(self.cache_kind, head_dim) if self.cache_kind else width
-        return self.block_size * 2 * layers * kv_heads * head_dim * each
+        each = kv_bytes(self.cache_kind, m.cached_dim) if self.cache_kind else width
+        return self.block_size * m.cached_tensors * layers * kv_heads * m.cached_dim * each
 
     def pool(self, m: ModelSpec, w: Serve, each: float, free: float) -> tuple[int, int]:
         """(blocks of the pool, longest prompt and output together): what was asked for, or what the running sequences

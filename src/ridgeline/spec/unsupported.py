@@ -5,12 +5,13 @@ from __future__ import annotations
 from ridgeline.spec.errors import UserError
 
 _PARALLEL = "attention and MLP beside each other on one input"
-_LATENT = "multi-head latent attention, shared experts"
 
 UNLIKE: dict[str, tuple[str, str]] = {
     "cohere": ("llama", f"{_PARALLEL}, LayerNorm without bias"),
-    "deepseek_v2": ("qwen3_moe", _LATENT),
-    "deepseek_v3": ("qwen3_moe", f"{_LATENT}, sigmoid routing within groups"),
+    "deepseek_v32": ("deepseek_v3", "attention to a selection of the tokens"),
+    "glm4_moe": ("deepseek_v3", "grouped-query attention"),
+    "glm4_moe_lite": ("deepseek_v3", "other layers in its files"),
+    "kimi_linear": ("deepseek_v3", "linear attention in most layers"),
     "gemma3": ("gemma3_text", "an image encoder beside the text model"),
     "glm": ("phi3", "rotary embedding of neighboring dimensions"),
     "glm4": ("gemma2", "rotary embedding of neighboring dimensions, SwiGLU"),

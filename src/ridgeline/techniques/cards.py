@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from itertools import pairwise
 from typing import Any
 
 from ridgeline.spec.system import System
@@ -12,13 +16,13 @@ from ridgeline.techniques.technique import PHASES, Technique
 def card(cls: type[Technique]) -> dict[str, Any]:
     """One technique's card with its options (name, type, default, meaning)."""
     c = cls.card
-    schema = cls.model_json_schema().get("properties", {})
+    schema, meanings = cls.model_json_schema().get("properties", {}), _meanings(cls)
     options = [
         {
             "name": name,
             "type": _type(schema.get(name, {})),
             "default": field.get_default(call_default_factory=True),
-            "help": " ".join((field.description or "").split()),
+            "help": " ".join(meanings.get(name, "").split()),
         }
         for name, field in cls.model_fields.items()
     ]
@@ -40,6 +44,19 @@ def card(cls: type[Technique]) -> dict[str, Any]:
         "runs": c.runs,
         "options": options,
     }
+
+
+def _meanings(cls: type[Technique]) -> dict[str, str]:
+    """The docstrings below a class's options. Pydantic would collect them whenever the classes are imported, which
+    takes longer than all else there."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[: cls.__mro__.index(Technique)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                found[field.target.id] = str(ast.literal_eval(text.value))
+    return found
 
 
 def cards() -> list[dict[str, Any]]:

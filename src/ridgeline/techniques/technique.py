@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ridgeline.graph.graph import Graph
+    from ridgeline.runtime.build import Build
     from ridgeline.runtime.compress_build import CompressBuild
     from ridgeline.runtime.serve_build import ServeBuild
-    from ridgeline.runtime.train_build import Build, TrainBuild
+    from ridgeline.runtime.train_build import TrainBuild
     from ridgeline.spec.model import ModelSpec
     from ridgeline.spec.scheduling import Scheduling
 
@@ -101,7 +102,7 @@ class Card:
 class Technique(BaseModel):
     """Base class of all techniques. Subclass fields are the options, each with a docstring."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     card: ClassVar[Card]
     phase: ClassVar[Phase]
@@ -114,7 +115,8 @@ class Technique(BaseModel):
         """A list option may be written with a single value, ``targets=q_proj``, or none, ``targets=``."""
         if not isinstance(values, dict):
             return values
-        lists = {k for k, f in cls.model_fields.items() if get_origin(f.annotation) in (tuple, list)}
+        kinds = {k: (f.annotation, *get_args(f.annotation)) for k, f in cls.model_fields.items()}
+        lists = {k for k, either in kinds.items() if any(get_origin(a) in (tuple, list) for a in either)}
         one = {k: v for k, v in values.items() if k in lists and isinstance(v, (str, int, float))}
         return {**values, **{k: () if v == "" else (v,) for k, v in one.items()}}
 

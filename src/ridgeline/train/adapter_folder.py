@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,7 +18,9 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.adapters.adapted import Adapting, peft_kind
 from ridgeline.techniques.registry import make, techniques_of
-from ridgeline.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from ridgeline.train.trainer import Trainer
 
 _FREE = {"targets", "dropout", "penalty", "density", "start"}
 """Options that may differ from those with which an adapter was saved."""

@@ -19,7 +19,7 @@ from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
-from ridgeline.runtime.train_build import Build
+from ridgeline.runtime.build import Build
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
 from ridgeline.spec.workload import Generate

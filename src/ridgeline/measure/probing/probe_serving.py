@@ -79,7 +79,7 @@ def _attention(device: torch.device, kind: str) -> dict[str, float]:
             layout.slots = torch.arange(_SEQUENCES, device=device) * _LONG + length - 1
             layout.pieces = [Piece(i, i + 1, [(i * _LONG, length)], False, length, array("i", [i]))
                              for i in range(_SEQUENCES)]  # fmt: skip
-            layout.kernel = find_kernel(device, torch.float32, kind)
+            layout.kernel = find_kernel(device, torch.float32, kind, _WIDTH)
             layout.singles = singles(layout.pieces, _LONG, device) if layout.kernel is not None else None
             times = []
             for i in range(40):

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from ridgeline.nn.parallel.collectives import local
+from ridgeline.nn.parallel.dtensor import is_dtensor
 
 
 class Dropout:
@@ -58,7 +58,7 @@ class Dropout:
         assert self.step is not None
         whole = weight.shape[1]
         first = 0
-        if isinstance(weight, DTensor) and x.shape[-1] < whole:
+        if is_dtensor(weight) and x.shape[-1] < whole:
             first = weight.device_mesh.get_local_rank() * x.shape[-1]
         gathered, part = getattr(x, "gathered", (None, None))
         mine = local(weight)

@@ -15,15 +15,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ridgeline.nn.checkpoint.formats import Format, reader
 from ridgeline.nn.checkpoint.hf_names import NamePair, joined, links, spellings, stacked, whole_shape
 from ridgeline.nn.model.init import allocate, assign
 from ridgeline.nn.model.transformer import Transformer
+from ridgeline.nn.parallel.dtensor import is_dtensor
 from ridgeline.nn.quant import mxfp4
 from ridgeline.nn.quant.activation_quant import InputCode
-from ridgeline.nn.quant.packed import Stored
+from ridgeline.nn.quant.packed import Packed, Stored
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.model import ModelSpec
@@ -65,6 +65,8 @@ class FileSpan(NamedTuple):
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 """Ends of the names of MXFP4 codes and exponents."""
+_BLOCK_SCALES = "_scale_inv"
+"""End of the name of the factors that an fp8 weight's blocks are multiplied by (DeepSeek-V3, Qwen3-FP8)."""
 
 
 class _Files:
@@ -76,7 +78,9 @@ class _Files:
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
         if not path.is_dir():
             raise UserError(f"no checkpoint directory at {path}", "give the directory that holds config.json")
-        self.format = reader(_config(path).get("quantization_config")) if files is None else form
+        quantized = _config(path).get("quantization_config") if files is None else None
+        self.format = reader(quantized) if files is None else form
+        self._block: list[int] = (quantized or {}).get("weight_block_size") or [128, 128]
         self.where: dict[str, Path] = {}
         for file in self._all(path) if files is None else files:
             if not file.is_file():
@@ -132,6 +136,19 @@ class _Files:
         found = (self.format.read(module, self.tensor) for module in modules)
         return next((p for p in found if p is not None), None)
 
+    def blocks(self, link: NamePair, expert: int) -> Packed | None:
+        """One expert's part of a mixture's weights in MXFP4, as ``link`` maps them; None where they are not."""
+        name = self.find(link)
+        if name is None or name in self.where:
+            return None
+        codes, scales = (self._handle(self.where[f"{name}{end}"]).get_slice(f"{name}{end}")[expert]
+                         for end in (_BLOCKS, _SCALES))  # fmt: skip
+        if link.part is not None:  # of every group of rows, those of one of our projections
+            first, count, of, _, groups = link.part
+            codes, scales = (t.unflatten(0, (groups, of, -1))[:, first : first + count].flatten(0, 2)
+                             for t in (codes, scales))  # fmt: skip
+        return mxfp4.packed(codes, scales)
+
     def input(self, link: NamePair) -> InputCode | None:
         """How the input of the layer that ``link``'s weight belongs to is quantized."""
         if self.format is None:
@@ -162,6 +179,8 @@ class _Files:
         """The part of tensor ``name`` that ``link`` maps, in our layout."""
         if name not in self.where:
             return self._cut(self._expanded(name), link)
+        if f"{name}{_BLOCK_SCALES}" in self.where:
+            return self._cut(self._scaled(name), link)
         try:
             return self._cut(self._handle(self.where[name]).get_slice(name), link)
         except (SafetensorError, OSError) as e:
@@ -173,6 +192,19 @@ class _Files:
         if blocks is None or scales is None:
             raise UserError(f"{self.names_of()} holds {name}{_BLOCKS} but no {name}{_SCALES}", _AGAIN)
         return mxfp4.expand(blocks, scales).mT
+
+    def _scaled(self, name: str) -> Tensor:
+        """A weight [out, in] from fp8 and one factor per block of it, in bf16."""
+        handle, scales = self._handle(self.where[name]), self.tensor(f"{name}{_BLOCK_SCALES}")
+        weight = handle.get_tensor(name).float()
+        assert scales is not None
+        for dim, size in enumerate(self._block):
+            if scales.shape[dim] != -(-weight.shape[dim] // size):
+                raise UserError(f"{name}{_BLOCK_SCALES} in {self.names_of()} has {list(scales.shape)} factors for"
+                                f" blocks of {self._block} in {list(weight.shape)}", _AGAIN)  # fmt: skip
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+        expanded: Tensor = (weight * scales).bfloat16()
+        return expanded
 
     @staticmethod
     def _cut(piece: Any, link: NamePair) -> Tensor:
@@ -267,11 +299,21 @@ class Reader:
 
     def packed(self, ours: str, expert: int | None = None) -> Stored | None:
         """A parameter's (or one expert's) codes; None where it is stored densely."""
-        return self._files.packed(self._links[ours][expert or 0])
+        pieces = self._links[ours]
+        if expert is not None and len(pieces) == 1:  # all experts in one tensor
+            return self._files.blocks(pieces[0], expert)
+        return self._files.packed(pieces[expert or 0])
 
     def input(self, ours: str, expert: int | None = None) -> InputCode | None:
         """How the input of a parameter's (or one expert's) layer is quantized; None: it is not."""
-        return self._files.input(self._links[ours][expert or 0])
+        pieces = self._links[ours]
+        return self._files.input(pieces[0 if len(pieces) == 1 else expert or 0])
+
+    def read_ahead(self) -> None:
+        """Have the system read the files, without waiting for it."""
+        for file in set(self._files.where.values()):
+            with file.open("rb") as f:
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def span(self, ours: str, dtype: torch.dtype, expert: int | None = None) -> FileSpan | None:
         """Location of a parameter, or one expert's slice of it, if a file stores it exactly as used in ``dtype``; None
@@ -437,7 +479,7 @@ def _join(entry: Entry, parameters: dict[str, torch.nn.Parameter]) -> Tensor:
     pieces = []
     for link in entry[2]:
         tensor: Tensor = parameters[link.ours].detach()
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             tensor = tensor.full_tensor()
         tensor = tensor if link.expert is None else tensor[link.expert]
         pieces.append(tensor.mT if link.transpose else tensor)

@@ -69,6 +69,7 @@ def links(spec: ModelSpec) -> Iterator[NamePair]:
             for e in range(spec.num_experts):
                 yield NamePair(ours, f"{prefix}.{modules[module]}.{e}.{weight}.weight", expert=e)
             continue
+        kind = family.leaves.get(kind, kind)
         transpose = family.transposed and kind == "weight" and "_norm" not in module
         yield NamePair(ours, f"{prefix}.{modules[module]}.{kind}", part=family.part(spec, module), transpose=transpose)
 

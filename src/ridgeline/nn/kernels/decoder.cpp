@@ -11,7 +11,7 @@ namespace {
 
 // ---- linear layers ---------------------------------------------------------------------------------------------------
 
-enum Kind { DENSE = 0, NIBBLES = 4, BYTES = 8 };
+enum Kind { DENSE = 0, FLOATS4 = 2, NIBBLES = 4, BYTES = 8 };
 
 struct Linear {
   int64_t kind;
@@ -108,6 +108,7 @@ struct Team {
     Weight w{static_cast<const uint8_t*>(t.weight), t.scale, t.zero, int(t.type), t.out, t.width / t.group,
              t.kind == NIBBLES ? 8.0f : 0.0f};
     if (t.kind == NIBBLES) team_product<Nibbles>(w, in, o, own);
+    else if (t.kind == FLOATS4) team_product<Floats4>(w, in, o, own);
     else team_product<Bytes>(w, in, o, own);
   }
 };
@@ -358,7 +359,8 @@ void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int th
 
 extern "C" {
 
-// y[rows, out] = x[rows, width] · Wᵀ + bias. `kind`: 4 (codes 0 … 15 as Nibbles, rows padded to 32 bytes) or 8 (signed).
+// y[rows, out] = x[rows, width] · Wᵀ + bias. `kind`: 4 (codes 0 … 15 as Nibbles, rows padded to 32 bytes), 2 (E2M1
+// numbers in the same order) or 8 (signed).
 // `group`: inputs that share a scale, a multiple of 32 that divides the width, or the width itself. `zero` in steps of
 // the codes as they are held; null: 8 for nibbles, 0 for bytes. `exact`: inputs are whole numbers up to 32767.
 void rl_lowbit_linear(const Linear* t, const void* x, int64_t tx, void* y, int64_t ty, int64_t rows, int64_t exact,
@@ -373,6 +375,7 @@ void rl_lowbit_linear(const Linear* t, const void* x, int64_t tx, void* y, int64
     Scratch own;
     team_code(in, x, int(tx), exact, own);
     if (t->kind == NIBBLES) team_product<Nibbles>(w, in, o, own);
+    else if (t->kind == FLOATS4) team_product<Floats4>(w, in, o, own);
     else team_product<Bytes>(w, in, o, own);
   }
 }

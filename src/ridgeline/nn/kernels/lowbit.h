@@ -1,5 +1,6 @@
 #pragma once
-// Products with weights in 4- and 8-bit codes on the CPU: y = x · Wᵀ, W[n, k] = (code - zero) · scale by groups of inputs.
+// Products with weights in 4- and 8-bit codes on the CPU: y = x · Wᵀ, W[n, k] = (code - zero) · scale by groups of inputs,
+// or E2M1 numbers times scale.
 //
 // Inputs are coded in 16-bit integers, with a scale for each group (error below 2⁻¹⁶ of the group's largest magnitude),
 // so that a product is one multiply-add of pairs (VNNI's vpdpwssd, or vpmaddwd) per 16 or 32 weights, exact in 32 bits.
@@ -28,6 +29,7 @@ inline void prefetch_dense(const void* p, int64_t at) {
 // ---- weights: codes of a row, 32 or twice 32 at a time ---------------------------------------------------------------
 
 struct Bytes {
+  static constexpr float kUnit = 1;  // what the integer 1 stands for, before the scale
   const int8_t* at;
   static int64_t stride(int64_t width) { return width; }
   static Bytes from(const uint8_t* p) { return {reinterpret_cast<const int8_t*>(p)}; }
@@ -45,6 +47,7 @@ struct Bytes {
 };
 
 struct Nibbles {  // of 64 inputs, byte i of 32 has input i in its low and input i + 32 in its high half
+  static constexpr float kUnit = 1;
   const uint8_t* at;
   static int64_t stride(int64_t width) { return (width + 63) / 64 * 32; }
   static Nibbles from(const uint8_t* p) { return {p}; }
@@ -54,6 +57,20 @@ struct Nibbles {  // of 64 inputs, byte i of 32 has input i in its low and input
   }
   void fetch(int64_t pair) const { __builtin_prefetch(at + pair * 32 + kAhead); }
   Pairs one(uint64_t step, int64_t) const { return nibbles(at + step / 2 * 32, step & 1); }  // rows are padded
+};
+
+struct Floats4 {  // 4-bit floating point (E2M1) in the order of Nibbles; twice the numbers are whole
+  static constexpr float kUnit = 0.5f;
+  static constexpr int8_t kTwice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  const uint8_t* at;
+  static int64_t stride(int64_t width) { return Nibbles::stride(width); }
+  static Floats4 from(const uint8_t* p) { return {p}; }
+  void two(int64_t pair, Pairs& first, Pairs& second) const {
+    first = looked_up(nibbles(at + pair * 32, false), kTwice);
+    second = looked_up(nibbles(at + pair * 32, true), kTwice);
+  }
+  void fetch(int64_t pair) const { __builtin_prefetch(at + pair * 32 + kAhead); }
+  Pairs one(uint64_t step, int64_t) const { return looked_up(nibbles(at + step / 2 * 32, step & 1), kTwice); }
 };
 
 struct Wide {  // decoded
@@ -261,6 +278,8 @@ void some_outputs(const Weight& t, const Inputs& in, int64_t first, int64_t from
                   float* both, int16_t* wide, const Output& o) {
   const int64_t n = R * t.scales, stride = W::stride(in.width);
   load<float>(t.scale, t.ts, first * t.scales, n, scale);
+  if constexpr (W::kUnit != 1)
+    for (int64_t i = 0; i < n; i++) scale[i] *= W::kUnit;
   const bool shifted = t.zero || t.middle != 0;
   if (t.zero) load<float>(t.zero, t.ts, first * t.scales, n, shift);
   if (shifted) {

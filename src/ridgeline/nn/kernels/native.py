@@ -23,6 +23,8 @@ from ridgeline.nn.kernels import compiling
 from ridgeline.paths import cache_dir
 
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+E8M0 = 4
+"""Scales that are powers of two, as their exponents in uint8."""
 
 
 @lru_cache(maxsize=1)
@@ -109,7 +111,7 @@ def _fields(pointers: str, numbers: str = "", reals: str = "") -> list[tuple[str
 
 
 class Linear(ctypes.Structure):
-    """A linear layer: ``kind`` 0 dense, 4 or 8 in codes."""
+    """A linear layer: ``kind`` 0 dense, 4 or 8 in codes, 2 in 4-bit floating point."""
 
     _fields_ = [("kind", ctypes.c_int64), *_fields("weight scale zero bias", "type out width group")]
 

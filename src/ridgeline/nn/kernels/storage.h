@@ -11,7 +11,7 @@
 
 namespace {
 
-enum Type { F32 = 0, F64 = 1, BF16 = 2, F16 = 3 };
+enum Type { F32 = 0, F64 = 1, BF16 = 2, F16 = 3, E8M0 = 4 };  // E8M0: powers of two, which are only loaded
 
 inline float bf16_to_float(uint16_t v) {
   uint32_t bits = uint32_t(v) << 16;
@@ -42,6 +42,14 @@ void load(const void* from, int type, int64_t at, int64_t n, C* __restrict to) {
     case BF16: { auto p = static_cast<const uint16_t*>(from) + at;
 #pragma omp simd
       for (int64_t i = 0; i < n; i++) to[i] = C(bf16_to_float(p[i]));
+      return; }
+    case E8M0: { auto p = static_cast<const uint8_t*>(from) + at;
+      for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = p[i] ? uint32_t(p[i]) << 23 : 0x00400000u;  // 2^-127 is no normal number
+        float f;
+        std::memcpy(&f, &bits, 4);
+        to[i] = C(f);
+      }
       return; }
 #ifdef __FLT16_MAX__
     case F16: { auto p = static_cast<const _Float16*>(from) + at;

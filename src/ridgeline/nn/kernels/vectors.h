@@ -27,6 +27,10 @@ inline Pairs nibbles(const uint8_t* p, bool high) {
   __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {high ? _mm512_srli_epi16(x, 4) : _mm512_and_si512(x, _mm512_set1_epi16(15))};
 }
+inline Pairs looked_up(Pairs x, const int8_t* table) {  // of 16 numbers
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm512_permutexvar_epi16(x.v, _mm512_broadcast_i64x4(wide))};
+}
 inline Sums no_sums() { return _mm512_setzero_si512(); }
 inline Sums add_products(Sums s, Pairs a, Pairs b) {
 #if defined(__AVX512VNNI__)
@@ -73,6 +77,13 @@ inline __m256i nibble_half(const uint8_t* p, bool high) {
   return high ? _mm256_srli_epi16(x, 4) : _mm256_and_si256(x, _mm256_set1_epi16(15));
 }
 inline Pairs nibbles(const uint8_t* p, bool high) { return {nibble_half(p, high), nibble_half(p + 16, high)}; }
+inline __m256i looked_up_half(__m256i x, __m256i table) {  // of the low bytes, with their sign
+  return _mm256_srai_epi16(_mm256_slli_epi16(_mm256_shuffle_epi8(table, x), 8), 8);
+}
+inline Pairs looked_up(Pairs x, const int8_t* table) {
+  const __m256i t = _mm256_broadcastsi128_si256(bytes16(table));
+  return {looked_up_half(x.a, t), looked_up_half(x.b, t)};
+}
 inline Sums no_sums() { return _mm256_setzero_si256(); }
 inline Sums add_products(Sums s, Pairs x, Pairs y) {
 #if defined(__AVXVNNI__)
@@ -123,6 +134,10 @@ inline Pairs widen(const int8_t* p) {
 inline Pairs nibbles(const uint8_t* p, bool high) {
   Pairs x;
   for (int i = 0; i < kLanes; i++) x.v[i] = high ? p[i] >> 4 : p[i] & 15;
+  return x;
+}
+inline Pairs looked_up(Pairs x, const int8_t* table) {
+  for (int i = 0; i < kLanes; i++) x.v[i] = table[x.v[i]];
   return x;
 }
 inline Sums no_sums() { return {}; }

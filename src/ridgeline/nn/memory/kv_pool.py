@@ -11,6 +11,8 @@ Shapes: T tokens of a step, H query heads, G key/value heads, D head dimension, 
 
 from __future__ import annotations
 
+import math
+import mmap
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,11 +30,19 @@ from ridgeline.nn.quant.quantized_kv import KINDS, At
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU in pages that are allocated when they are first written, so that a large pool costs no time."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(shape)
+
+
 class PlainStore:
     """Unquantized keys or values, [1, G, slots, D]."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.rows = torch.zeros(shape, dtype=dtype, device=device)
+        self.rows = _zeros(shape, dtype, device)
 
     def write(self, at: At, x: Tensor) -> None:
         """Store ``x`` [1, G, T, D] in the slots ``at``."""
@@ -131,14 +141,35 @@ class PagedCache(LayerCache):
 
     def __init__(
         self, layout: BatchLayout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kind: str = "",
-        window: int = 0,
+        window: int = 0, tensors: int = 2,
     ) -> None:  # fmt: skip
         """``shape``: [1, G, slots, D]; ``kind``: fp8, int8 or int4 for a quantized cache; ``window``: number of newest
-        tokens that a token attends to in this layer, 0: all."""
+        tokens that a token attends to in this layer, 0: all; ``tensors``: 1 where values are the keys."""
         self.layout, self.window = layout, window
         self.length = 0
         make = KINDS[kind] if kind else lambda s, d: PlainStore(s, dtype, d)
-        self.stores = [make(shape, device) for _ in range(2)]
+        self.distinct = [make(shape, device) for _ in range(tensors)]
+        self.stores = [self.distinct[0], self.distinct[-1]]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the tokens of this step attend to tokens of this step only."""
+        return self.layout.real is None and all(p.own and not p.extents for p in self.layout.pieces)
+
+    def store(self, x: Tensor) -> Tensor:
+        """Store ``x`` [1, G, T, D], and return it as stored."""
+        layout, store = self.layout, self.stores[0]
+        if not len(layout.slots):
+            return x
+        store.write(layout.slots, x)
+        return x if isinstance(store, PlainStore) else store.read(layout.slots, x.dtype)
+
+    def attend_own(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """Attention of each sequence's new tokens to each other: ``q`` and ``k`` [1, H, T, D], ``v`` [1, H, T, V]."""
+        with self.layout.outside:
+            parts = [slice(piece.start, piece.stop) for piece in self.layout.pieces]
+            causal = self.layout.causal
+            return torch.cat([fused(q[:, :, at], k[:, :, at], v[:, :, at], causal=causal) for at in parts], 2)
 
     def attend(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """``q`` [1, H, T, D], ``k`` and ``v`` [1, G, T, D] of a packed step → [1, H, T, D]; each sequence attends only
@@ -161,7 +192,7 @@ class PagedCache(LayerCache):
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, changes: ScoreChanges | None) -> Tensor:
         layout = self.layout
         if len(layout.slots):
-            for store, new in zip(self.stores, (k, v), strict=True):
+            for store, new in zip(self.distinct, (k, v), strict=False):
                 store.write(layout.slots, new)
             if not isinstance(self.stores[0], PlainStore):
                 # Results must not depend on which step stored a token: quantized values are read back at once.
@@ -185,19 +216,19 @@ class PagedCache(LayerCache):
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` [N] to ``target`` [N]."""
-        for store in self.stores:
+        for store in self.distinct:
             for held in vars(store).values():
                 if isinstance(held, Tensor):
                     held[:, :, target] = held[:, :, source]
 
     def tensors(self) -> list[Tensor]:
         """The layer's part of the pool, [1, G, slots, ·] each."""
-        return [t for store in self.stores for t in vars(store).values() if isinstance(t, Tensor)]
+        return [t for store in self.distinct for t in vars(store).values() if isinstance(t, Tensor)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the layer's part of the pool."""
-        return sum(t.nbytes for store in self.stores for t in vars(store).values() if isinstance(t, Tensor))
+        return sum(t.nbytes for t in self.tensors())
 
     def _read(self, extent: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         at = slice(extent[0], extent[0] + extent[1])

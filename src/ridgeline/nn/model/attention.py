@@ -77,9 +77,27 @@ class LayerCache:
         """Append ``k`` and ``v`` [B, G, S, D] to the cache, and return views of everything stored."""
         end = self.length + k.shape[2]
         self.keys[:, :, self.length : end] = k
-        self.values[:, :, self.length : end] = v
+        if self.values is not self.keys:
+            self.values[:, :, self.length : end] = v
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def share(self) -> None:
+        """Keep one tensor: values are the keys (latent attention)."""
+        self.values = self.keys
+
+    @property
+    def fresh(self) -> bool:
+        """Whether new tokens attend to each other only."""
+        return self.length == 0
+
+    def store(self, x: Tensor) -> Tensor:
+        """Append ``x`` [B, G, S, D] to a fresh, shared cache, and return it as stored."""
+        return self.append(x, x)[0]
+
+    def attend_own(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """Attention of new tokens to each other, [B, H, S, V], without a change of what is cached."""
+        return backend.function(q, k, v, mask)
 
     def attend(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Append ``k`` and ``v`` and let ``q`` [B, H, S, D] attend to everything stored: [B, H, S, D]."""
@@ -159,8 +177,8 @@ def probabilities(q: Tensor, k: Tensor, mask: Mask, dtype: torch.dtype) -> Tenso
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Attention by its definition: the score matrix [B, H, S, T] is materialized. The baseline for "flash"."""
-    batch, heads, length, width = q.shape
-    groups, total = v.shape[1], v.shape[2]
+    batch, heads, length, _ = q.shape
+    groups, total, width = v.shape[1:]
     weights = probabilities(q, k, mask, v.dtype)
     return torch.matmul(weights.view(batch, groups, -1, total), v).view(batch, heads, length, width)
 
@@ -173,7 +191,10 @@ def fused(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False, grouped: bool = False
 ) -> Tensor:
     """PyTorch's ``scaled_dot_product_attention`` of what :func:`computable` makes of its operands, in q's dtype."""
-    dtype = q.dtype
+    dtype, width = q.dtype, v.shape[-1]
+    if width < q.shape[-1]:  # its fused kernels want values as wide as the keys
+        v = F.pad(v, (0, q.shape[-1] - width))
+        return fused(q, k, v, bias, causal, grouped)[..., :width]
     q, k, v = computable(q, k, v)
     bias = bias.to(q.dtype) if bias is not None and bias.is_floating_point() else bias
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped).to(dtype)
@@ -304,7 +325,24 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     return tuple(first**i for i in range(1, power + 1)) + tuple(between**i for i in range(1, 2 * (heads - power), 2))
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
+    """What every kind of attention has. ``x`` [B, S, hidden] → [B, S, hidden]."""
+
+    backend: AttentionBackend
+    o_proj: nn.Linear
+
+    @property
+    def entrances(self) -> tuple[str, ...]:
+        """Projections that read the layer's input."""
+        raise NotImplementedError
+
+    def inner_inputs(self) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
+        """Sites between the entrances and the heads: name → the projection that reads it, and what computes it from the
+        layer's input."""
+        return {}
+
+
+class Attention(SelfAttention):
     """Self-attention with separate projections, so that adapters and quantizers can replace each."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -325,6 +363,11 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.attention_sinks else None
         self.project = project
         """Computes queries, keys and values; a technique may replace it by one merged product."""
+
+    @property
+    def entrances(self) -> tuple[str, ...]:
+        """Queries, keys and values."""
+        return ("q_proj", "k_proj", "v_proj")
 
     def changes(self) -> ScoreChanges:
         """What this layer does to its scores, for the heads on this rank."""

@@ -104,14 +104,14 @@ def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
 def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, columns: int = 0) -> Tensor:
     """:func:`~ridgeline.nn.model.attention.naive_attention` with an in-place softmax kernel."""
     batch, heads, length, width = q.shape
-    groups, total = k.shape[1], k.shape[2]
+    groups, total, wide = v.shape[1:]
     bias = mask.bias
     if mask.changes is not None or not usable(q, k, v, bias) or (bias is not None and bias.dim() != 2):
         return naive_attention(q, k, v, mask)
     rows = q.reshape(batch * groups, -1, width)
-    keys, values = k.reshape(-1, total, width), v.reshape(-1, total, width)
+    keys, values = k.reshape(-1, total, width), v.reshape(-1, total, wide)
     p = functions.probabilities(rows, keys, bias, 1 / math.sqrt(width), columns)
-    return torch.bmm(p, values).view(batch, heads, length, width)
+    return torch.bmm(p, values).view(batch, heads, length, wide)
 
 
 # ---- projections ----------------------------------------------------------------------------------------------------

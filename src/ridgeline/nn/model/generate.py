@@ -15,8 +15,12 @@ Cache = dict[str, LayerCache]
 def make_cache(model: Transformer, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
     """An empty cache for ``length`` positions of ``batch`` sequences, on the weights' device and in their dtype."""
     spec, weight = model.spec, next(model.parameters())
-    shape = (batch, spec.num_kv_heads, length, spec.head_dim)
-    return {name: model.cache_of(shape, dtype or weight.dtype, weight.device) for name in model.layers}
+    shape = (batch, spec.cached_heads, length, spec.cached_dim)
+    cache = {name: model.cache_of(shape, dtype or weight.dtype, weight.device) for name in model.layers}
+    if spec.is_latent:
+        for layer in cache.values():
+            layer.share()
+    return cache
 
 
 def prefill(model: Transformer, input_ids: Tensor, cache: Cache) -> Tensor:

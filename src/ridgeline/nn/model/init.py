@@ -6,9 +6,9 @@ import hashlib
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ridgeline.nn.model.transformer import Transformer
+from ridgeline.nn.parallel.dtensor import is_dtensor
 from ridgeline.spec.model import ModelSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,7 +71,9 @@ def _stream(seed: int, name: str) -> int:
 
 def assign(parameter: Tensor, full: Tensor) -> None:
     """Copy ``full`` into ``parameter``; into its own shard of it, if the parameter is distributed."""
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
         # Every rank holds the same `full`, so each cuts its part out of its own copy: nothing is sent.
         full = full.to(parameter.device)
         parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None))

@@ -89,9 +89,10 @@ def expand(mlp: MLP, x: Tensor) -> Tensor:
 class MLP(nn.Module):
     """Dense feed-forward layer."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        """``width``: of what the activation is applied to."""
         super().__init__()
-        h, f = spec.hidden_size, spec.intermediate_size
+        h, f = spec.hidden_size, width
         self.activation = spec.activation
         self.gate_proj = nn.Linear(h, f, bias=spec.mlp_bias) if spec.gated else None
         self.up_proj = nn.Linear(h, f, bias=spec.mlp_bias)

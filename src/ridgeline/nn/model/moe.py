@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.model.mlp import ACTIVATIONS, gated
+from ridgeline.nn.model.mlp import ACTIVATIONS, MLP, gated
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.model import ModelSpec
 
@@ -75,25 +75,54 @@ def run_here(experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:
 
 
 class MoE(nn.Module):
-    """Router, dispatch of every token to its k experts, and the weighted sum of their outputs."""
+    """Router, dispatch of every token to its k experts, and the weighted sum of their outputs, to which that of the
+    shared experts is added, if there are any."""
+
+    score_bias: nn.Parameter | None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.num_experts, self.k = spec.num_experts, spec.experts_per_token
-        self.normalize = spec.normalize_router
+        self.normalize, self.scale = spec.normalize_router, spec.router_scale or 1.0
+        self.sigmoid = spec.router_scores == "sigmoid"
+        self.groups, self.groups_chosen = spec.router_groups, spec.router_groups_chosen
         self.router = nn.Linear(spec.hidden_size, spec.num_experts, bias=spec.moe_bias)
+        bias = nn.Parameter(torch.empty(spec.num_experts), requires_grad=False) if spec.router_score_bias else None
+        self.register_parameter("score_bias", bias)
         self.experts = Experts(spec)
+        wide = spec.shared_intermediate_size
+        self.shared = MLP(spec, wide) if wide else None
         self.run: Callable[[Experts, Tensor, list[int]], Tensor] = run_here
         """Runs the experts on sorted rows: here, or wherever they are held."""
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``x`` [N, h] → weights [N, k] (float32 or wider) and experts [N, k] of every token, best first."""
         logits = self.router(x)
-        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        weights, chosen = probabilities.topk(self.k, dim=-1)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        scores = logits.to(wide).sigmoid() if self.sigmoid else logits.softmax(-1, dtype=wide)
+        if self.score_bias is None and self.groups == 1:
+            weights, chosen = scores.topk(self.k, dim=-1)
+        else:
+            chosen = self._ranked(scores.detach()).topk(self.k, dim=-1).indices
+            weights = scores.gather(-1, chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights, chosen
+        return (weights if self.scale == 1 else weights * self.scale), chosen
+
+    def _ranked(self, scores: Tensor) -> Tensor:
+        """What experts are chosen by, [N, E]: biased scores, -inf outside of the best groups (arXiv:2405.04434, section
+        2.2.2; 2412.19437, section 2.1.2)."""
+        bias = self.score_bias
+        if bias is not None:
+            scores = scores + local(bias).to(scores.dtype)
+        if self.groups == self.groups_chosen:
+            return scores
+        grouped = scores.unflatten(-1, (self.groups, -1))
+        best = grouped.amax(-1) if bias is None else grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        kept = best.topk(self.groups_chosen, dim=-1).indices
+        out = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
+        ranked: Tensor = grouped.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
+        return ranked
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., h] → [..., h]."""
@@ -107,7 +136,7 @@ class MoE(nn.Module):
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         mixed = rows[place].view(*weights.shape, -1) * weights.unsqueeze(-1)
         out: Tensor = mixed.sum(1).to(rows.dtype).view(*x.shape[:-1], -1)
-        return out
+        return out if self.shared is None else out + self.shared(x)
 
     def _counts(self, pairs: Tensor) -> list[int]:
         """Tokens per expert."""

@@ -18,10 +18,12 @@ from ridgeline.nn.model.attention import (
     CacheOf,
     LayerCache,
     Mask,
+    SelfAttention,
     find_backend,
     make_mask,
     plain_cache,
 )
+from ridgeline.nn.model.latent import LatentAttention
 from ridgeline.nn.model.mlp import ACTIVATIONS, MLP
 from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.norm import NoNorm, compute_dtype, make_norm
@@ -98,11 +100,11 @@ class TransformerBlock(nn.Module):
         self.multiplier = spec.residual_multiplier or 1.0
         reads = spec.input_norms or spec.post_norm
         self.attention_norm = make_norm(spec, h) if reads else NoNorm()
-        self.attention = Attention(spec)
+        self.attention = LatentAttention(spec) if spec.is_latent else Attention(spec)
         self.attention_out_norm = make_norm(spec, h) if spec.output_norms else None
         self.mlp_norm = make_norm(spec, h) if reads and not spec.shared_norm else NoNorm()
         self.mlp_out_norm = make_norm(spec, h) if spec.output_norms else None
-        self.mlp = MoE(spec) if spec.is_moe_layer(index) else MLP(spec)
+        self.mlp = MoE(spec) if spec.is_moe_layer(index) else MLP(spec, spec.dense_size)
         self.add_norm: AddNorm = add_then_norm
         """A residual addition and the norm that reads it; a technique may replace it by a fused kernel."""
 
@@ -212,6 +214,8 @@ class Transformer(nn.Module):
         """Number of ranks over which the incoming hidden states (in a model without ``embed``) divide the sequence."""
         self.cache_of: CacheOf = plain_cache
         """Creates the cache of a layer's keys and values; a technique may replace it by a smaller format."""
+        self.mapped_bytes = 0
+        """Bytes of weights in mapped files, which the system counts as memory that is free."""
         self.tie()
 
     def tie(self) -> None:
@@ -231,13 +235,13 @@ class Transformer(nn.Module):
         """Compute attention with ``backend``: "naive", "flash", or one of your own."""
         found = find_backend(backend) if isinstance(backend, str) else backend
         for module in self.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, SelfAttention):
                 module.backend = found
 
     @property
     def backend(self) -> AttentionBackend:
         """The attention backend."""
-        return next(m.backend for m in self.layers.modules() if isinstance(m, Attention))
+        return next(m.backend for m in self.layers.modules() if isinstance(m, SelfAttention))
 
     def forward(
         self,

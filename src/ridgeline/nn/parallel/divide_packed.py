@@ -74,7 +74,14 @@ def divide(block: nn.Module, group: ProcessGroup, experts: bool = True) -> None:
                 if getattr(child.experts, leaf) is not None:
                     setattr(child.experts, leaf, nn.Parameter(_part(getattr(child.experts, leaf), 1, group), False))
             child.experts.bias_share = 1 / group.size()
+            _cut_shared(child, group)
             child.forward = partial(_summed, child.forward, group)  # type: ignore[method-assign]
+
+
+def _cut_shared(moe: MoE, group: ProcessGroup) -> None:
+    """This rank's part of the MLP beside the experts, whose output is summed with theirs."""
+    for leaf, module in [] if moe.shared is None else list(moe.shared.named_children()):
+        setattr(moe.shared, leaf, cut(module, IN if leaf in ROW else OUT, group))
 
 
 def _cut_heads(attention: Attention, group: ProcessGroup) -> None:
@@ -159,5 +166,6 @@ def hold_experts(moe: MoE, group: ProcessGroup) -> None:
             setattr(experts, name, each[first : first + count])  # type: ignore[index]
     for name, p in list(experts.named_parameters(recurse=False)):
         setattr(experts, name, nn.Parameter(_part(p, 0, group), False))
+    _cut_shared(moe, group)
     moe.run = HeldExperts(first, count)
     moe.forward = partial(_summed, moe.forward, group)  # type: ignore[method-assign]

@@ -41,7 +41,7 @@ def code_input(x: Tensor, code: InputCode) -> Coded:
     """``x`` [..., in] rounded to integers."""
     top = 2 ** (code.bits - 1) - 1
     wide = None
-    if code.threshold:
+    if code.threshold and x.numel():  # an expert may have no rows
         wide = x.abs().reshape(-1, x.shape[-1]).amax(0) >= code.threshold
         x = x.masked_fill(wide, 0)
     if code.scale is None:

@@ -95,14 +95,15 @@ class Words(Codes):
 
     def __init__(self, packed: Packed) -> None:
         super().__init__(*packed.shape)
-        self.bits, self.group = packed.bits, packed.group_size
+        self.bits, self.group, self.floating = packed.bits, packed.group_size, packed.floating
         self.hold(words=pack_bits(packed.codes, packed.bits), scale=packed.scale, zero=packed.zero)
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See :class:`Codes`."""
         zero = None if self.zero is None else self.zero[start:stop]
         codes = unpack_bits(self.words[start:stop], self.bits, self.width)
-        return Packed(codes, self.scale[start:stop], zero, self.bits, self.group).dense(dtype)
+        scale = self.scale[start:stop]
+        return Packed(codes, scale, zero, self.bits, self.group, floating=self.floating).dense(dtype)
 
     def _fill(self, new: Codes, dim: int, start: int, stop: int) -> None:
         assert isinstance(new, Words)
@@ -119,7 +120,7 @@ class Words(Codes):
         """On CUDA a Triton kernel that expands in registers; elsewhere there is none."""
         from ridgeline.nn.kernels.dispatch import has_triton
 
-        if x.is_cuda and has_triton():
+        if x.is_cuda and has_triton() and not self.floating:
             from ridgeline.nn.kernels.lowbit_matmul import lowbit_product
 
             y: Tensor = lowbit_product(x, self.words, self.scale, self.zero, self.bits, self.group)

@@ -34,9 +34,12 @@ class NativeCodes(Codes):
         """``bits``: 4 or 8, those of a code as it is held. Raises :class:`Incompatible` for other group sizes than a
         multiple of 32 or a whole row."""
         super().__init__(*packed.shape)
-        self.bits, self.group = bits, packed.group_size
+        self.bits, self.group, self.floating = bits, packed.group_size, packed.floating
         if self.group % LANES and self.group != self.width:
             raise Incompatible(f"groups of {self.group} are not read by the kernel", "choose a multiple of 32")
+        if packed.floating:
+            self.hold(codes=_pairs(packed.codes), scale=packed.scale.contiguous(), zero=None)
+            return
         scale = packed.scale if packed.scale.dtype in native.TYPES else packed.scale.float()
         middle = 1 << (packed.bits - 1)
         if bits == 8:
@@ -54,6 +57,9 @@ class NativeCodes(Codes):
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See :class:`Codes`."""
+        if self.floating:
+            whole = self._whole(start, stop)
+            return Packed(whole, self.scale[start:stop], None, 4, self.group, floating=True).dense(dtype)
         codes = self._whole(start, stop).to(torch.float32).view(stop - start, -1, self.group)
         zero = self.zero
         codes -= (0.0 if self.bits == 8 else 8.0) if zero is None else zero[start:stop].float().unsqueeze(-1)
@@ -90,9 +96,10 @@ class NativeCodes(Codes):
     def described(self, bias: Tensor | None) -> native.Linear:
         """The layer as the kernels read it, with its ``bias`` [out] fp32; it holds none of the tensors."""
         zero = None if self.zero is None else self.zero.data_ptr()
-        return native.Linear(self.bits, self.codes.data_ptr(), self.scale.data_ptr(), zero,
-                             None if bias is None else bias.data_ptr(), native.TYPES[self.scale.dtype], self.out,
-                             self.width, self.group)  # fmt: skip
+        kind, scale = (2, native.E8M0) if self.floating else (self.bits, native.TYPES[self.scale.dtype])
+        return native.Linear(kind, self.codes.data_ptr(), self.scale.data_ptr(), zero,
+                             None if bias is None else bias.data_ptr(), scale, self.out, self.width,
+                             self.group)  # fmt: skip
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See :class:`Codes`."""

@@ -45,6 +45,12 @@ class PackedOutliers:
         return self.index.nbytes + self.values.nbytes
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""What the codes of 4-bit floating point stand for (OCP Microscaling Formats, version 1.0)."""
+E8M0_BIAS = 127
+"""Subtracted from an exponent that is stored in 8 bits."""
+
+
 @dataclass(frozen=True)
 class Packed:
     """A weight [out, in] as integers on grids: value = scale · (code - zero), per row and group of inputs."""
@@ -59,6 +65,9 @@ class Packed:
     group_size: int
     """Inputs that share a scale; ``in`` where a whole row does."""
     outliers: PackedOutliers | None = None
+    floating: bool = False
+    """Whether codes are E2M1 numbers (MXFP4) instead of steps, and scales uint8 exponents: value = 2^(scale - 127) ·
+    number, with 4 bits and without zeros."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,6 +82,9 @@ class Packed:
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] in ``dtype``, computed in fp32."""
         out, width = self.shape
+        if self.floating:
+            numbers = E2M1.to(self.codes.device)[self.codes.long()].view(out, -1, self.group_size)
+            return torch.ldexp(numbers, self.scale.int().unsqueeze(-1) - E8M0_BIAS).view(out, width).to(dtype)
         codes = self.codes.view(out, -1, self.group_size).float()
         zero = float(1 << (self.bits - 1)) if self.zero is None else self.zero.float().unsqueeze(-1)
         weight = (codes - zero).mul_(self.scale.float().unsqueeze(-1)).view(out, width)

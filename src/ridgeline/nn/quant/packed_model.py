@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ridgeline.nn.checkpoint.checkpoint import Reader, config_dtype, gguf_file, load_checkpoint
 from ridgeline.nn.checkpoint.hf_names import links
-from ridgeline.nn.model.init import assign
 from ridgeline.nn.model.mlp import ACTIVATIONS, gated
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.transformer import Transformer
@@ -90,14 +89,16 @@ Code = Callable[[str, int | None], tuple[Packed | Ternary, InputCode | None] | N
 
 def load_packed(
     path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", fast: bool = True,
-    later: tuple[str, ...] = (),
+    later: tuple[str, ...] = (), mapped: bool = False,
 ) -> Transformer:  # fmt: skip
     """The model in a checkpoint directory; layers that it has in integer codes hold these, and never were dense.
 
     ``dtype`` of everything else (default: as the config says). ``fast``: see :mod:`ridgeline.nn.quant.packed_linear`;
     2:4 weights then run on sparse tensor cores. ``later``: how the names of dense parameters begin that stay on
-    the meta device, for what reads them by itself. GGUF files are expanded. Raises :class:`UserError` for whatever is
-    wrong with the directory.
+    the meta device, for what reads them by itself. ``mapped``: on a CPU, weights that the files hold as they are used
+    stay there, in memory that is mapped (privately: what changes them changes no file) and read when it is first used.
+    GGUF files are expanded. Raises :class:`UserError` for whatever is wrong with the
+    directory.
     """
     path = Path(path)
     if gguf_file(path) is not None:
@@ -113,16 +114,23 @@ def load_packed(
 
     pack_layers(model, code, device, fast, lambda name, e: reader.read(name, e).to(device, dtype))
     fresh = {n for n, p in model.named_parameters() if p.is_meta}
-    for name in fresh:
-        owner, _, leaf = name.rpartition(".")
-        place = "meta" if name.startswith(later) else device
-        empty = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=place)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(empty))
-    model.tie()
+    mapped = mapped and device.type == "cpu"
+    if mapped:
+        reader.read_ahead()
+    read = dict.fromkeys(ours for ours, _ in groupby(links(spec), key=lambda link: link.ours))
     with torch.no_grad():
-        for ours, _ in groupby(links(spec), key=lambda link: link.ours):
-            if ours in fresh and not ours.startswith(later):
-                assign(model.get_parameter(ours), reader.read(ours))
+        for name in [n for n in read if n in fresh]:
+            owner, _, leaf = name.rpartition(".")
+            empty = model.get_parameter(name)
+            if name.startswith(later):
+                weight = torch.empty(empty.shape, dtype=dtype, device="meta")
+            else:
+                whole = reader.read(name)
+                stays = mapped and whole.dtype == dtype and whole.is_contiguous()
+                model.mapped_bytes += whole.nbytes if stays else 0
+                weight = whole if stays else torch.empty(empty.shape, dtype=dtype, device=device).copy_(whole)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=weight.is_floating_point()))
+    model.tie()
     if fast:
         use_sparse_cores(model)
     return model

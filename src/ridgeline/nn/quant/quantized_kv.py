@@ -97,10 +97,14 @@ class CodedCache(LayerCache):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append ``k`` and ``v`` [B, G, S, D], and return everything stored, dequantized."""
         start, self.length = self.length, self.length + k.shape[2]
-        for held, new in zip(self.held, (k, v), strict=True):
+        for held, new in zip(self.held, (k, v), strict=False):
             held.write(slice(start, self.length), new)
-        keys, values = (held.read(slice(0, self.length), k.dtype) for held in self.held)
-        return keys, values
+        found = [held.read(slice(0, self.length), k.dtype) for held in self.held]
+        return found[0], found[-1]
+
+    def share(self) -> None:
+        """Keep the codes of keys alone."""
+        self.held = self.held[:1]
 
     @property
     def nbytes(self) -> int:

@@ -234,6 +234,8 @@ class Nibbles(Codes):
 def torch_form(packed: Packed) -> Codes:
     """The form of a weight that PyTorch's kernels take; its stored bits where they take none."""
     group = packed.group_size
+    if packed.floating:
+        return Words(packed)
     if packed.bits > 4 and group == packed.shape[1]:
         return Bytes(packed)
     fitting = next((g for g in GROUPS if group % g == 0), 0)

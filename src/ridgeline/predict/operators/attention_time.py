@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
+from ridgeline.graph.graph import LATENT
 from ridgeline.predict.machine import Machine
 from ridgeline.predict.operators.gemm import GemmTime, bounded, overlapped
 from ridgeline.spec.device import DTYPE_BYTES
@@ -67,7 +68,8 @@ def attention_time(
         decode_table = m.efficiency.decode
         name = kernel if kernel in decode_table else "flash"
         chosen = decode_table.get(f"{name}.fp8") if narrow else None
-        return decode(m, chosen or decode_table[name], shape, DTYPE_BYTES[kv], kernel == "mmha", dtype, reuse)
+        each = DTYPE_BYTES[kv] * (0.5 if library == LATENT else 1.0)  # values that are the keys are not read again
+        return decode(m, chosen or decode_table[name], shape, each, kernel == "mmha", dtype, reuse)
     table = m.efficiency.prefill
     name = library if library in table else "flash"
     given = table.get(f"{name}.fp8") if narrow else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from ridgeline.graph.graph import Op
+from ridgeline.graph.graph import LATENT, Op
 from ridgeline.predict.machine import Machine, machine
 from ridgeline.predict.operators.attention_time import attention_time
 from ridgeline.predict.operators.gemm import constants, gemm_time, quantize_time
@@ -96,7 +96,13 @@ def _packed_attention(op: Op, device: Device) -> Timed:
     batch, _, kv_heads, q_len, kv_len, dim = op.shape
     rate = device.rates.get(f"attention_pool.{op.kv_dtype}" if op.kv_dtype else "attention_pool")
     rate = rate or device.rates["attention_pool"]
-    cached = 2.0 * kv_heads * kv_len * dim * (kv_bytes(op.kv_dtype, dim) if op.kv_dtype else DTYPE_BYTES[op.dtype])
+    cached = (
+        (1.0 if op.kernel == LATENT else 2.0)
+        * kv_heads
+        * kv_len
+        * dim
+        * (kv_bytes(op.kv_dtype, dim) if op.kv_dtype else DTYPE_BYTES[op.dtype])
+    )
     seconds = rate.latency
     if q_len == 1 or op.kv_dtype:
         seconds += cached / rate.byte_rate

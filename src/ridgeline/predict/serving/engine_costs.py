@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.graph.graph import LATENT, Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES, Device
 from ridgeline.spec.errors import unknown
 from ridgeline.spec.experiment import Experiment
@@ -273,10 +273,14 @@ def engine_of(e: Experiment) -> EngineCosts | None:
 
 _MERGED = (
     ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    ("attention.q_a_proj", "attention.kv_a_proj"),
+    ("attention.q_proj", "attention.kv_a_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.shared.gate_proj", "mlp.shared.up_proj"),
     ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
 )
-_AFTER_NORM = ("mlp.gate_proj", "mlp.experts.gate_proj", "mlp.router")
+_AFTER_NORM = ("attention.q_proj", "attention.q_a_proj", "attention.q_b_proj", "attention.kv_b_proj", "mlp.gate_proj",
+               "mlp.shared.gate_proj", "mlp.experts.gate_proj", "mlp.router")  # fmt: skip
 _ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
 
 
@@ -293,7 +297,9 @@ def fuse(g: Graph, engine: EngineCosts, model: ModelSpec) -> Graph:
     def each(b: Block) -> None:
         if engine.fused:
             _fuse(b, model)
-        b.forward = [changed(o, kernel=engine.kernel) if o.kind == "attention" else o for o in b.forward]
+        b.forward = [
+            changed(o, kernel=engine.kernel) if o.kind == "attention" and o.kernel != LATENT else o for o in b.forward
+        ]
 
     return g.each_block(each, layers_only=True)
 
@@ -307,7 +313,7 @@ def _fuse(b: Block, model: ModelSpec) -> None:
             for name in group[1:]:
                 del ops[name]
     for name in [n for n, o in ops.items() if o.kind == "quantize"]:
-        if name.removesuffix(".quantize") in ("attention.q_proj", *_AFTER_NORM):
+        if name.removesuffix(".quantize") in _AFTER_NORM:
             del ops[name]  # the norm before it writes 8 bits
         else:
             ops[name] = changed(ops[name], kind="cast")  # one pass: the scales are known or per token

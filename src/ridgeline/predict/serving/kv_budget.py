@@ -43,8 +43,8 @@ def bytes_per_token(e: Experiment) -> float:
     m = e.model
     layers = m.num_layers - m.windowed_layers if m.window_every > 1 else m.num_layers
     dtype = next(filter(None, (t.cache_dtype for t in techniques_of(e.plan))), e.dtype)
-    heads = max(1.0, m.num_kv_heads / e.parallel.get("tp", 1))  # fewer heads than ranks are replicated
-    return 2.0 * layers * heads * m.head_dim * kv_bytes(dtype, m.head_dim)
+    heads = max(1.0, m.cached_heads / e.parallel.get("tp", 1))  # fewer heads than ranks are replicated
+    return m.cached_tensors * layers * heads * m.cached_dim * kv_bytes(dtype, m.cached_dim)
 
 
 def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) -> Room:
@@ -75,9 +75,9 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     e, device = surface.e, surface.cluster.device
     weights = surface.graph(1, 1, 1).resident_bytes
     work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
-    m, heads = e.model, max(1.0, e.model.num_kv_heads / e.parallel.get("tp", 1))
+    m, heads = e.model, max(1.0, e.model.cached_heads / e.parallel.get("tp", 1))
     stages = s.stages or even(m.num_layers, e.parallel.get("pp", 1))
-    each = s.block_bytes(stages[0], heads, m.head_dim, DTYPE_BYTES[e.dtype])
+    each = s.block_bytes(m, stages[0], heads, DTYPE_BYTES[e.dtype])
     blocks, longest = s.pool(m, w, each, device.memory_bytes - weights - (work if w.kv_cache_share else 0.0))
     peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
     reason = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"

@@ -31,7 +31,7 @@ def kv_transfer(e: Experiment, tokens: int, link: Link, compute: float, layerwis
     """
     m = e.model
     dtype = next(filter(None, (t.cache_dtype for t in techniques_of(e.plan))), e.dtype)
-    layer = 2 * m.num_kv_heads * tokens * m.head_dim * kv_bytes(dtype, m.head_dim)
+    layer = m.cached_tensors * m.cached_heads * tokens * m.cached_dim * kv_bytes(dtype, m.cached_dim)
     nbytes = round(m.num_layers * layer)
     if not layerwise:
         seconds = link.latency + nbytes / link.bandwidth

@@ -151,8 +151,8 @@ def timed_of(op: Op, cluster: Cluster) -> Timed:
 def block_times(b: Block, cluster: Cluster, factors: InStepFactors = ALONE) -> BlockTimes:
     """Time a block at the given factors."""
     t = BlockTimes(b)
-    t.forward, t.forward_inline, t.weight = _inside(b.forward, cluster, factors)
-    t.backward, t.backward_inline, t.weight = _inside(b.backward, cluster, factors)
+    t.forward, t.forward_inline, t.weight = in_direction(b.forward, cluster, factors)
+    t.backward, t.backward_inline, t.weight = in_direction(b.backward, cluster, factors)
     if factors.dispatch:
         for name in ("forward", "backward"):
             gpu = getattr(t, name)
@@ -166,7 +166,7 @@ def block_times(b: Block, cluster: Cluster, factors: InStepFactors = ALONE) -> B
     return t
 
 
-def _inside(ops: list[Op], cluster: Cluster, factors: InStepFactors) -> tuple[float, float, float]:
+def in_direction(ops: list[Op], cluster: Cluster, factors: InStepFactors) -> tuple[float, float, float]:
     """(compute, exposed collectives, compute of weight gradients) of a block's operators in one direction."""
     compute = inline = weight = 0.0
     alongside: dict[str, float] = {}

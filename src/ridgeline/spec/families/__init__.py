@@ -3,6 +3,7 @@
 from ridgeline.spec.families import (
     bert,
     bloom,
+    deepseek,
     falcon,
     gemma,
     gpt2,
@@ -19,7 +20,10 @@ from ridgeline.spec.families import (
 )
 from ridgeline.spec.families.family import Family
 
-_MODULES = (llama, granite, mistral, qwen, phi3, gemma, olmo2, gpt_oss, falcon, gpt_neox, bloom, gpt2, opt, bert, t5)
+_MODULES = (llama, granite, mistral, qwen, phi3, gemma, olmo2, gpt_oss, deepseek, falcon, gpt_neox, bloom, gpt2, opt,
+            bert, t5)  # fmt: skip
 
 FAMILIES: dict[str, Family] = {kind: family for module in _MODULES for kind, family in module.FAMILIES.items()}
 """``model_type`` → family."""
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""A ``model_type`` that some publish under another name → the family."""

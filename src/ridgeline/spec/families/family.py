@@ -72,6 +72,8 @@ class Family:
     """Whether the linear layers of blocks are stored [in, out] (GPT-2)."""
     experts: Mapping[str, str] = field(default_factory=dict)
     """Our names of an expert's projections → theirs, where they differ."""
+    leaves: Mapping[str, str] = field(default_factory=dict)
+    """Our last names of parameters → theirs, where they differ."""
     stacked: Callable[[ModelSpec, str], tuple[str, Part | None, bool]] | None = None
     """Where a layer's experts are always one tensor: our name → theirs, the part of it, and whether its last two
     dimensions are exchanged."""

@@ -154,7 +154,12 @@ def _needless(targets: set[str], m: ModelSpec) -> list[str]:
     def linear(name: str) -> list[str]:
         return [f"{name}.dx", f"{name}.lora_a.dx", f"{name}.accumulate"]
 
-    q, k, v = ("q_proj" in targets, "k_proj" in targets, "v_proj" in targets)
+    if m.is_latent:
+        q_a, kv_a = "q_a_proj" in targets, "kv_a_proj" in targets
+        q, v = q_a or bool({"q_proj", "q_b_proj"} & targets), kv_a or "kv_b_proj" in targets
+        k = v
+    else:
+        q, k, v = ("q_proj" in targets, "k_proj" in targets, "v_proj" in targets)
     attended = q or k or v
     added = attended or "o_proj" in targets
     inner = added or bool({"gate_proj", "up_proj"} & targets)
@@ -165,6 +170,11 @@ def _needless(targets: set[str], m: ModelSpec) -> list[str]:
     for part, needed, product in (("q", q, "scores.dq"), ("k", k, "scores.dk"), ("v", v, "values.dv")):
         if not needed:
             gone += [f"attention.{name}" for name in (f"{part}_norm.bwd", f"{part}_rope.bwd", product)]
+    if m.is_latent:
+        gone += [*linear("attention.q_a_proj"), *linear("attention.kv_a_proj")]
+        gone += [] if q_a else ["attention.q_a_norm.bwd", *linear("attention.q_b_proj")]
+        gone += [] if kv_a else ["attention.kv_a_norm.bwd", "attention.k_rope.bwd", *linear("attention.kv_b_proj")]
+        gone += [] if attended else ["attention.join.bwd"]
     if not (q or k):
         gone += ["attention.softmax.bwd", "attention.soft_cap.bwd", "attention.values.dprobs"]
     if not attended:

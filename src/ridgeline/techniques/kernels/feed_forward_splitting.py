@@ -13,7 +13,7 @@ from ridgeline.techniques.kernels.piece_sizes import cache_share, feed_forward_p
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
 
 
 class FeedForwardSplitting(Technique):

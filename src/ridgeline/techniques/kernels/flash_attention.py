@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ridgeline.graph.graph import BIASED, PORTABLE, Block, Graph, Op, Saved
+from ridgeline.graph.graph import BIASED, LATENT, PORTABLE, Block, Graph, Op, Saved
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
 
 
 class FlashAttention(Technique):
@@ -98,6 +98,7 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
         if scores is None:
             continue
         heads, q_len, kv_len, dim = scores.shape
+        value = next(o.shape[2] for o in b.forward if o.name == f"{prefix}.values")
         flops = 4.0 * heads * q_len * kv_len * dim
         elements = float(heads * (2 * q_len + 2 * kv_len) * dim)
         width = scores.bytes / (heads * q_len * dim + heads * kv_len * dim + heads * q_len * kv_len)
@@ -105,8 +106,10 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
         old = {f"{prefix}.{part}" for part in _PARTS}
         old_backward = {f"{prefix}.{part}" for part in _BACKWARD_PARTS}
         each = max(1, heads // batch)
+        if any(o.name == f"{prefix}.absorb" for o in b.forward):
+            groups, kernel = each, LATENT
         shape = (batch, each, max(1, each // groups), q_len, kv_len, dim)
-        masked = causal and prefix == "attention" and b.name == "layers"
+        masked = causal and prefix == "attention" and b.name.startswith("layers")
         fused = Op(f"{prefix}.flash", "attention", "attention", flops=flops, bytes=elements * width,
                    dtype=scores.dtype, shape=shape, causal=masked, kernel=kernel)  # fmt: skip
         b.forward = _replace(b.forward, old, fused)
@@ -120,8 +123,12 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
             for part, kept in (("q", heads * q_len * dim * width), ("k", keys), ("v", keys)):
                 saved[f"{prefix}.{part}"] = Saved(kept, frozenset({grad.name}))
             context = saved.get(f"{prefix}.context")
-            users = (context.users if context else frozenset()) | {grad.name}
-            saved[f"{prefix}.context"] = Saved(float(heads * q_len * dim) * width, users)
+            own, users = frozenset({grad.name}), context.users if context else frozenset()
+            out = float(heads * q_len * dim) * width
+            if value == dim:
+                saved[f"{prefix}.context"] = Saved(out, users | own)
+            else:  # computed with values as wide as the keys, of which a part is read on
+                saved[f"{prefix}.padded_context"] = Saved(out, own)
             saved[f"{prefix}.lse"] = Saved(heads * q_len * 4.0, frozenset({grad.name}))
             b.saved = saved
         small = float(heads * q_len * dim) * width

@@ -14,7 +14,7 @@ from ridgeline.techniques.registry import having
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
 
 
 class PartialHeadUpdate(Technique):
@@ -63,7 +63,11 @@ class PartialHeadUpdate(Technique):
         self.needs(heads % group == 0 and m.num_heads % heads == 0,
                    f"heads={heads} does not divide the {m.num_heads} heads of {m.name} into whole groups of {group}",
                    f"use a multiple of {group} that divides {m.num_heads}")  # fmt: skip
-        special = [*m.score_changes, *(["norms over the queries of all heads"] if m.joint_qk_norm else [])]
+        special = [
+            *m.score_changes,
+            *(["norms over the queries of all heads"] if m.joint_qk_norm else []),
+            *(["latent attention"] if m.is_latent else []),
+        ]
         self.needs(not special, f"{m.name} has {' and '.join(special)}", "leave it out for this model")
         other = self._kernel(e)
         self.needs(not (other and (self.rows or self.keys)), f"the kernel of {other} has its own blocks",

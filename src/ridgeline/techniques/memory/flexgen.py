@@ -19,7 +19,7 @@ from ridgeline.techniques.registry import techniques_of
 from ridgeline.techniques.technique import Ask, Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
 
 _SHARES = ("weights_device", "weights_host", "cache_device", "cache_host")
 _RESERVE = 0.05
@@ -159,6 +159,8 @@ class FlexGen(Technique):
                    "use a divisor of the batch size")  # fmt: skip
         self.needs(not getattr(e.workload, "engine", ""), "serving engines place the cache themselves",
                    "leave the workload's engine empty")  # fmt: skip
+        self.needs(not e.model.is_latent, f"the cache of {e.model.name} holds latents, which flexgen does not place",
+                   "use zero_inference")  # fmt: skip
         disk = 1 - self.share("cache_device") - self.share("cache_host")
         self.needs(
             not _coded(e) or disk < 1e-9, "a quantized cache has no form on disk", "use cache_device and cache_host"

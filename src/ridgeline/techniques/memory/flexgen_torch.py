@@ -15,8 +15,8 @@ from ridgeline.nn.memory.layer_stream import LayerStream, layer_tensors, size_of
 from ridgeline.nn.memory.meter import return_freed_memory
 from ridgeline.nn.memory.tiered_store import PAGE, mark_host
 from ridgeline.nn.model.attention import CacheOf, LayerCache
+from ridgeline.runtime.build import Build
 from ridgeline.runtime.resting_weights import RestingWeights
-from ridgeline.runtime.train_build import Build
 
 
 def spread_over_tiers(

@@ -17,7 +17,7 @@ from ridgeline.techniques.parallel.divide_operators import host_copy
 from ridgeline.techniques.technique import Ask, Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
 
 _SKEW = math.log(0.80) / math.log(0.26)
 """Exponent of the share of activations that a share of the neurons covers: 26 % of OPT-30B's neurons are 80 % of its

@@ -26,7 +26,7 @@ from ridgeline.nn.memory.tiered_store import mark_host
 from ridgeline.nn.model.generate import generate
 from ridgeline.nn.model.mlp import MLP
 from ridgeline.paths import cache_dir
-from ridgeline.runtime.train_build import Build
+from ridgeline.runtime.build import Build
 from ridgeline.spec.errors import UserError
 from ridgeline.techniques.memory.hot_neurons import PIECES, HotNeurons
 from ridgeline.techniques.memory.neuron_placement import place_neurons

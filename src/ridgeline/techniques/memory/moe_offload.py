@@ -13,7 +13,7 @@ from ridgeline.techniques.memory.zero_inference import arriving, weights_change
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
 
 _EXPERTS = "mlp.experts."
 

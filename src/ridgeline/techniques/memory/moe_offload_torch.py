@@ -15,8 +15,8 @@ from ridgeline.nn.memory.meter import return_freed_memory
 from ridgeline.nn.memory.tiered_store import PAGE
 from ridgeline.nn.model.moe import Experts, MoE
 from ridgeline.nn.quant.packed_model import BIASES, Dense, PackedExperts
+from ridgeline.runtime.build import Build
 from ridgeline.runtime.resting_weights import RestingWeights
-from ridgeline.runtime.train_build import Build
 
 
 def offload_experts(

@@ -153,7 +153,7 @@ class Recompute(Technique):
 
         from torch.utils.checkpoint import checkpoint
 
-        from ridgeline.nn.model.attention import Attention
+        from ridgeline.nn.model.attention import SelfAttention
 
         # The model has no dropout, so there is no random state to restore.
         again = partial(partial, checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -164,7 +164,7 @@ class Recompute(Technique):
                 block.forward = again(block.forward)
             elif kind == "selective":
                 for module in block.modules():
-                    if isinstance(module, Attention):
+                    if isinstance(module, SelfAttention):
                         module.backend = replace(module.backend, function=again(module.backend.function))
 
 

@@ -16,7 +16,7 @@ from ridgeline.techniques.registry import techniques_of
 from ridgeline.techniques.technique import Ask, Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
 
 _CHANGES_WEIGHTS: frozenset[Part] = frozenset({
     "adapter_table", "divided_experts", "divided_linears", "divided_tensors", "experts", "fused_linears", "low_rank",

@@ -8,8 +8,8 @@ from pathlib import Path
 from ridgeline.nn.memory.layer_stream import LayerStream, layer_tensors, size_of
 from ridgeline.nn.memory.meter import return_freed_memory
 from ridgeline.nn.memory.tiered_store import PAGE
+from ridgeline.runtime.build import Build
 from ridgeline.runtime.resting_weights import RestingWeights
-from ridgeline.runtime.train_build import Build
 
 
 def stream_layers(run: Build, streamed: Collection[int], folder: Path | None, ahead: int) -> None:

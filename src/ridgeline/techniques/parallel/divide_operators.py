@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from ridgeline.graph.graph import Block, Op, Saved, changed
 
 ATTENTION_CORE = ("scores", "mask", "softmax", "values", "values.dprobs", "values.dv", "softmax.bwd", "scores.dq",
-                  "scores.dk", "soft_cap", "soft_cap.bwd", "q_rope", "k_rope", "q_rope.bwd", "k_rope.bwd")  # fmt: skip
+                  "scores.dk", "soft_cap", "soft_cap.bwd", "q_rope", "k_rope", "q_rope.bwd", "k_rope.bwd",
+                  "absorb", "expand", "join", "join.bwd")  # fmt: skip
 
 
 def split_gemm(op: Op, m: int = 1, n: int = 1, k: int = 1) -> Op:

@@ -11,12 +11,16 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.parallel.divide_operators import split_bytes
+from ridgeline.spec.model import ROW
+from ridgeline.techniques.parallel.divide_operators import split_bytes, split_gemm
 from ridgeline.techniques.technique import Card, Phase, Technique, degrees
 
 if TYPE_CHECKING:
     from ridgeline.runtime.serve_build import ServeBuild
     from ridgeline.runtime.train_build import TrainBuild
+
+BESIDE = "mlp.shared."
+"""How the names of an MLP beside the experts begin."""
 
 
 class ExpertParallel(Technique):
@@ -128,18 +132,22 @@ class ExpertParallel(Technique):
             if not experts:
                 return
             for p in b.params:
-                p.numel /= d if p.name in experts else 1
+                beside = p.name.startswith(BESIDE) and not summed  # tensor_parallel divides it too
+                p.numel /= d if beside or p.name in experts else 1
             touched = next(op.experts for op in b.forward if op.kind == "gemm" and op.param in experts)
             by = min(d, touched)  # all wait for the rank with the most tokens, which has at least those of one expert
             out: list[Op] = []
+            last = [op.name for op in b.forward if op.name in ("mlp.combine", f"{BESIDE}add")][-1]
             for op in b.forward:
                 if op.kind == "gemm" and op.param in experts:
                     rows, n, k = op.shape
                     op = changed(split_bytes(op, by), shape=(max(1, round(rows / by)), n, k), experts=op.experts / by)
-                elif op.param in experts or op.name == "mlp.act":
-                    op = split_bytes(op, by)
+                elif op.kind == "gemm" and op.name.startswith(BESIDE):
+                    op = split_gemm(op, k=d) if op.name.endswith(ROW) else split_gemm(op, n=d)
+                elif op.param in experts or op.name in ("mlp.act", f"{BESIDE}act"):
+                    op = split_bytes(op, by if op.name == "mlp.act" else d)
                 out.append(op)
-                if op.name == "mlp.combine" and not summed:
+                if op.name == last and not summed:
                     out.append(reduce)
             b.forward = out
 

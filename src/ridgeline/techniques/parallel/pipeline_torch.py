@@ -175,6 +175,8 @@ class PipelineRuntime:
         self.ranks, self.rank = run.mesh.size("pp"), run.mesh.at("pp")
         self.total = len(layers)
         self.mine = list(range(self.rank, self.total, self.ranks))
+        self.ends = [part[-1] for part in layers]
+        """The last layer of every virtual stage."""
         self._runtimes: dict[tuple[int, ...], Runtime] = {}
         self._cut(layers)
         run.execute, run.score = self.execute, self.score
@@ -210,11 +212,12 @@ class PipelineRuntime:
     def _runtime(self, micros: list[Micro]) -> Runtime:
         shape = (*micros[0].ids.shape, len(micros))
         if shape not in self._runtimes:
-            hidden = self.hidden(micros[0], "meta").requires_grad_()  # so that gradients are sent back
             stages = []
             for v, chunk in zip(self.mine, self.run.chunks, strict=True):
-                given = micros[0].ids.to("meta") if v == 0 else hidden
-                out = torch.empty((), device="meta", requires_grad=True) if v == self.total - 1 else hidden
+                # Gradients are required so that they are sent back.
+                given = self.hidden(micros[0], v - 1, "meta").requires_grad_() if v else micros[0].ids.to("meta")
+                out = self.hidden(micros[0], v, "meta") if v < self.total - 1 else torch.empty((), device="meta")
+                out.requires_grad_()
                 stages.append(
                     Stage(chunk, v, self.total, self.run.device, given, out, group=self.run.mesh.group("pp"))  # type: ignore[union-attr]
                 )
@@ -223,15 +226,14 @@ class PipelineRuntime:
                 self._runtimes[shape] = Runtime(stages, self.schedule, self.ranks, len(micros), self.chunks)
         return self._runtimes[shape]
 
-    def hidden(self, micro: Micro, device: str | torch.device) -> Tensor:
-        """An empty tensor with the shape and dtype of what one stage sends to the next."""
+    def hidden(self, micro: Micro, stage: int, device: str | torch.device) -> Tensor:
+        """An empty tensor with the shape and dtype of what virtual stage ``stage`` sends to the next."""
         run, spec = self.run, self.run.experiment.model
-        parts = run.mesh.size("tp") if run.divider and run.divider.sequence and run.mesh else 1
         dtype = next(run.root.parameters()).dtype
         if run.compute_dtype and (spec.post_norm or isinstance(run.chunks[0], FSDPModule)):
             dtype = run.compute_dtype
-        batch, length = micro.ids.shape
-        return torch.empty(batch, length // parts, spec.hidden_size, dtype=dtype, device=device)
+        batch, length = run.divider.stream(self.ends[stage], *micro.ids.shape) if run.divider else micro.ids.shape
+        return torch.empty(batch, length, spec.hidden_size, dtype=dtype, device=device)
 
     def execute(self, micros: list[Micro], factor: float) -> Tensor:
         """Forward and backward of all micro-batches; the sum of losses is complete on the last stage, 0 elsewhere."""
@@ -261,7 +263,7 @@ class PipelineRuntime:
             for v in sorted(chunks):
                 x = micro.ids
                 if v:
-                    x = self.hidden(micro, self.run.device)
+                    x = self.hidden(micro, v - 1, self.run.device)
                     dist.recv(x, peers[(v - 1) % self.ranks], group=group)
                 out = chunks[v](x, **self._cut_by_rows([micro]))
                 if v == self.total - 1:

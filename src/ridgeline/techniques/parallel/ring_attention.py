@@ -67,7 +67,7 @@ class RingAttention(Technique):
         )
         self.needs(not e.model.is_encoder_decoder, "cross-attention is not passed round", "use a decoder")
         self.needs(e.model.causal, f"{e.model.name} looks both ways, the ring is causal", "use a decoder")
-        special = " and ".join(e.model.score_changes)
+        special = " and ".join([*e.model.score_changes, *(["latent attention"] if e.model.is_latent else [])])
         self.needs(not special, f"the ring's kernel has no {special}", "divide heads by tensor_parallel instead")
         window = e.model.sliding_window or length
         self.needs(window >= length, f"the ring has no sliding window ({window} of {length} tokens)",

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Op, Param, changed
+from ridgeline.graph.graph import Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.model import COLUMN, ROW
 from ridgeline.spec.scheduling import OWN, engine_name
-from ridgeline.spec.workload import Serve
-from ridgeline.techniques.parallel.divide_operators import (
-    ATTENTION_CORE,
-    split_bytes,
-    split_gemm,
-    split_saved,
-)
-from ridgeline.techniques.registry import has
+from ridgeline.spec.sharding import Sharding
+from ridgeline.spec.workload import Pretrain, Serve
+from ridgeline.techniques.parallel.divide_layers import divide_block, is_partial
+from ridgeline.techniques.parallel.operator_sharding import OperatorSharding
+from ridgeline.techniques.registry import has, refuse, techniques_of
 from ridgeline.techniques.technique import Card, Phase, Technique, degrees, nearest_divisor
 
 if TYPE_CHECKING:
     from ridgeline.runtime.serve_build import ServeBuild
     from ridgeline.runtime.train_build import TrainBuild
-
-_DIVIDED = ("q", "k", "v", "probs", "probs.mask", "probs.dropped", "context", "q_raw", "k_raw", "q_norm.stats",
-            "k_norm.stats")  # fmt: skip
 
 
 class TensorParallel(Technique):
@@ -59,6 +54,20 @@ class TensorParallel(Technique):
     overlap: bool | None = None
     """Overlap the gathers and sums of divided layers with the adjacent matrix products, in pieces (Transformer Engine
     on GPUs): predicted, not yet run."""
+    sharding: tuple[str, ...] | None = None
+    """In pretrain: PART=STRATEGY or PART.FIRST-LAST=STRATEGY for parts embed, attention, mlp and head, as Alpa assigns
+    them (arXiv:2201.12023). Strategy reduce (the default) and scatter divide weights, batch divides the sequences of
+    the micro-batch, whole nothing; scatter and batch keep the residual stream in parts of the batch."""
+
+    def sharded(self, e: Experiment) -> Sharding | None:
+        """The strategy of every part; None: weights are divided everywhere. Raises :class:`Incompatible` for entries
+        that cannot be read."""
+        if self.sharding is None:
+            return None
+        try:
+            return Sharding.parse(self.sharding, e.model.num_layers)
+        except ValueError as why:
+            raise Incompatible(f"tensor_parallel: {why}", "see `ridgeline techniques tensor_parallel`") from None
 
     def axes(self) -> dict[str, int]:
         """The innermost mesh axis."""
@@ -91,6 +100,39 @@ class TensorParallel(Technique):
             f"{kv} key/value heads neither divide over {self.degree} ranks nor repeat evenly on them",
             f"use a degree that divides {kv} or is a multiple of it",
         )
+        if (plan := self.sharded(e)) is not None:
+            self._check_sharding(e, plan)
+
+    def _check_sharding(self, e: Experiment, plan: Sharding) -> None:
+        """Decoders whose layers read the residual stream one after the other, in pre-training on unpacked rows."""
+        m, w, fix = e.model, e.workload, "leave out sharding"
+        self.needs(isinstance(w, Pretrain) and not w.document_mask, "sharding is for task pretrain, rows without"
+                   " document masks", fix)  # fmt: skip
+        plain = (
+            m.causal
+            and not (m.is_encoder_decoder or m.parallel_residual or m.is_latent)
+            and m.head == "lm"
+            and m.final_norm
+        )
+        self.needs(plain, f"sharding is for decoders with sequential layers, plain attention, a final norm and a head;"
+                   f" {m.name} is not one", fix)  # fmt: skip
+        self.needs(not self.overlap, "sharding and overlap exclude each other", fix)
+        torn = plan.torn()
+        self.needs(torn is None, f"attention and mlp of layer {torn} need the residual stream in different forms",
+                   "give both scatter or batch, or both reduce or whole")  # fmt: skip
+        same = (plan.embed == "reduce" or plan.embed == "scatter") == (plan.head in ("reduce", "scatter"))
+        same = same and (plan.embed == "whole") == (plan.head == "whole")
+        self.needs(not m.tie_embeddings or same, f"embed={plan.embed} and head={plan.head} share one matrix",
+                   "divide both, or give both batch or whole")  # fmt: skip
+        self.needs(
+            not plan.any_in_parts or e.micro_batch_size % self.degree == 0,
+            f"micro_batch_size {e.micro_batch_size} does not divide over {self.degree} ranks (scatter, batch)",
+            f"use a multiple of {self.degree}",
+        )
+        for part in ("sequence_parts", "divided_experts"):
+            refuse(self, e, part, "{other} does not combine with sharding")
+        early = next((t.card.name for t in techniques_of(e.plan) if t.phase in ("adapt", "sequence")), "")
+        self.needs(not early, f"{early} does not combine with sharding", fix)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Divide shapes, parameters and saved activations; insert all-reduces where partial sums arise.
@@ -101,23 +143,17 @@ class TensorParallel(Technique):
         t = self.degree
         whole = isinstance(e.workload, Serve) and engine_name(e.workload.engine, e.cluster.device.name) == OWN
         apart = e.task == "serve" and has(e, "divided_experts")
-        kv = min(t, e.model.num_kv_heads)
-        g.kv_cache /= kv
+        g.kv_cache /= min(t, e.model.cached_heads)
+        if (plan := self.sharded(e)) is not None:
+            made = OperatorSharding(g, e, plan, t)
+            made.run()
+            g.closing.append(lambda graph: _sum_partial(graph, t, False, e.model.joint_qk_norm, made.summed))
+            return g
         for b in g.blocks:
             if whole and b.name in ("embed", "head"):
                 continue
-            mixed = apart and any(".experts." in p.name for p in b.params)
-            b.forward = [op if mixed and op.module == "mlp" else _divide(op, t, kv) for op in b.forward]
-            b.backward = [_divide(op, t, kv) for op in b.backward]
-            for p in b.params:
-                if not (mixed and ".experts." in p.name):
-                    _divide_param(p, t, kv, e.model.joint_qk_norm)
-            b.forward, b.backward = _reduced(b, t, g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype])
-            if e.model.joint_qk_norm:  # the ranks sum their squares, and in backward the gradients of these
-                b.forward, b.backward = (_square_sums(ops, t, g.tokens * 4.0) for ops in (b.forward, b.backward))
-            _divide_saved(b, t, kv)
-            b.workspace /= t
-            b.backward_workspace /= t
+            stream = g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype]
+            divide_block(b, e.model, t, stream, g.tokens, lambda name: apart and ".experts." in name)
         sequence = has(e, "sequence_parts")
         joint = e.model.joint_qk_norm
         g.closing.append(lambda graph: _sum_partial(graph, t, sequence, joint))
@@ -132,7 +168,7 @@ class TensorParallel(Technique):
 
         assert run.mesh is not None
         self._whole_heads(run.experiment)
-        run.divider = Divider(run.mesh.sub("tp"))
+        run.divider = Divider(run.mesh.sub("tp"), sharding=self.sharded(run.experiment))
         run.divider.transformer(run.model)
         for chunk in {id(c): c for c in (run.root, *run.chunks)}.values():
             chunk.loss = run.divider.loss
@@ -151,68 +187,20 @@ class TensorParallel(Technique):
         self._whole_heads(run.experiment)
         for block in run.model.layers.values():
             divide(block, run.mesh.group("tp"), experts=not has(run.experiment, "divided_experts"))
-        run.kv_heads //= self.degree
+        run.kv_heads = max(1, run.kv_heads // self.degree)  # latents, which have one head, are held by all
 
 
-def _square_sums(ops: list[Op], t: int, size: float) -> list[Op]:
-    out: list[Op] = []
-    for op in ops:
-        if op.name.endswith(("q_norm", "k_norm", "q_norm.bwd", "k_norm.bwd")):
-            out.append(Op(f"{op.name}.reduce", "communication", "all_reduce", op.direction, bytes=size, link_bytes=size,
-                          ranks=t, axis="tp"))  # fmt: skip
-        out.append(op)
-    return out
-
-
-def _leaf(name: str) -> tuple[str, str]:
-    """("attention.q_proj.lora_a.dx") → ("q_proj", "lora_a.dx")."""
-    parts = name.split(".")
-    at = next((i for i, part in enumerate(parts) if part in COLUMN or part in ROW), -1)
-    return (parts[at], ".".join(parts[at + 1 :])) if at >= 0 else ("", name)
-
-
-def _divide(op: Op, t: int, kv: int) -> Op:
-    layer, tail = _leaf(op.name)
-    if layer:
-        by = kv if layer in ("k_proj", "v_proj") else t
-        return _divide_linear(op, layer in COLUMN, tail, by)
-    suffix = op.name.partition(".")[2]
-    if op.module == "attention" and suffix in ATTENTION_CORE:
-        by = kv if suffix.startswith("k_rope") else t
-        shape = (op.shape[0] // t, *op.shape[1:]) if op.shape else ()
-        return changed(split_bytes(op, by), shape=shape)
-    if suffix in ("q_norm", "k_norm", "q_norm.bwd", "k_norm.bwd"):
-        return split_bytes(op, t if suffix[0] == "q" else kv)
-    if suffix in ("act", "act.bwd") and op.module == "mlp":
-        return split_bytes(op, t)
-    if op.name.startswith("head.out"):
-        return _divide_linear(op, True, op.name.removeprefix("head.out").removeprefix("."), t)
-    if op.kind == "loss" or op.name in ("embed.tokens", "embed.tokens.dw"):
-        return split_bytes(op, t)
-    return op
-
-
-_SIDES = {  # the dimension of an operator's (m, n, k) that a layer's output (True) or input (False) is
-    True: {"": "n", "dx": "k", "dw": "m"},
-    False: {"": "k", "dx": "n", "dw": "n"},
-}
-
-
-def _divide_linear(op: Op, column: bool, tail: str, by: int) -> Op:
-    """Divide the operators of one linear layer and of its adapter along the output (column) or the input (row)."""
-    part = tail.rpartition(".")[2]
-    if op.kind == "gemm":
-        if tail.startswith("lora_a" if column else "lora_b"):
-            return op  # the dimension that faces the undivided stream is replicated
-        return split_gemm(op, **{_SIDES[column][part if part in ("dx", "dw") else ""]: by})
-    whole = ("accumulate",) if column else ("db", "lora_add", "bwd")
-    return op if part in whole else split_bytes(op, by)
-
-
-def _sum_partial(g: Graph, t: int, sequence: bool, joint: bool) -> None:
-    """One collective, once per step, for replicated parameters whose gradient is partial on each rank."""
-    partial = [(p, n) for p, n in g.params if p.trainable and _is_partial(p.name, sequence, joint)]
-    size = sum(p.numel / p.state_shards * 4.0 * n for p, n in partial)
+def _sum_partial(
+    g: Graph, t: int, sequence: bool, joint: bool, summed: Collection[tuple[str, str]] | None = None
+) -> None:
+    """One collective, once per step, for replicated parameters whose gradient is partial on each rank; ``summed``:
+    (block, parameter) of them, where every part of the model has its own strategy."""
+    size = 0.0
+    for b in g.blocks:
+        for p in b.params:
+            partial = is_partial(p.name, sequence, joint) if summed is None else (b.name, p.name) in summed
+            if p.trainable and partial:
+                size += p.numel / p.state_shards * 4.0 * b.repeat
     if size:
         size /= g.stages
         g.before_update.insert(0, Op("partial.reduce", "communication", "all_reduce", "update", bytes=size,
@@ -236,77 +224,3 @@ def _beside(ops: list[Op]) -> list[Op]:
             op = changed(op, behind=near[0 if reads else -1], pieces=op.ranks) if near else op
         out.append(op)
     return out
-
-
-def _is_partial(name: str, sequence: bool, joint: bool) -> bool:
-    """Whether each rank's gradient of a parameter is partial: it saw only its heads, its experts' columns, or its
-    tokens. ``joint``: norms over all heads are divided with them."""
-    layer, tail = _leaf(name)
-    if layer:
-        held = tail == ("lora_a" if layer in COLUMN else "lora_b")
-        return held or (sequence and layer in ROW and tail == "bias")
-    if name.endswith((".experts.down_bias", "router.bias")):
-        return True
-    if ".experts." in name or name in ("embed.tokens.weight", "head.out.weight", "head.out.bias"):
-        return False
-    if name.endswith(("q_norm.weight", "k_norm.weight")):
-        return not joint
-    return sequence or name.endswith("router.weight")
-
-
-_BY_HEAD_OR_COLUMN = (".sinks", ".experts.gate_bias", ".experts.up_bias")
-
-
-def _divide_param(p: Param, t: int, kv: int, joint: bool) -> None:
-    layer, tail = _leaf(p.name)
-    by = 1
-    if layer:
-        column = layer in COLUMN
-        by = kv if layer in ("k_proj", "v_proj") else t
-        if tail == ("lora_a" if column else "lora_b") or (tail in ("bias", "spans") and not column):
-            by = 1
-    elif (
-        p.name in ("embed.tokens.weight", "head.out.weight", "head.out.bias")
-        or p.name.endswith(".sinks")
-        or p.name.endswith((".experts.gate_bias", ".experts.up_bias"))
-    ):
-        by = t
-    elif joint and p.name.endswith(("q_norm.weight", "k_norm.weight")):
-        by = t if p.name.endswith("q_norm.weight") else kv
-    p.numel /= by
-
-
-def _divide_saved(b: Block, t: int, kv: int) -> None:
-    for prefix in ("attention", "cross_attention"):
-        for name in _DIVIDED:
-            split_saved(b, [f"{prefix}.{name}"], kv if name in ("k", "v", "k_raw", "k_norm.stats") else t)
-    split_saved(b, ["mlp.up", "mlp.gate", "mlp.inner", "logits"], t)
-
-
-def _reduced(b: Block, t: int, stream: float) -> tuple[list[Op], list[Op]]:
-    """The block's operators with an all-reduce wherever the ranks hold partial sums of the residual stream."""
-
-    def reduce(name: str, direction: str, size: float = stream) -> Op:
-        return Op(name, "communication", "all_reduce", direction, bytes=size, link_bytes=size, ranks=t, axis="tp")
-
-    forward: list[Op] = []
-    for op in b.forward:
-        forward.append(op)
-        layer = op.name.rpartition(".")[2]
-        if op.kind == "gemm" and layer == "o_proj":
-            forward.append(reduce(f"{op.name.rpartition('.')[0]}.reduce", "forward"))
-        elif op.name in ("mlp.down_proj", "mlp.combine"):  # experts' outputs are summed once, when combined
-            forward.append(reduce("mlp.reduce", "forward"))
-        elif op.name == "embed.tokens":
-            forward.append(reduce("embed.reduce", "forward"))
-    if any(op.kind == "loss" for op in b.forward):  # the row maxima, sums and targets of a divided vocabulary
-        rows = b.saved["logits"].bytes / 4 / next(op.shape[1] * t for op in forward if op.name == "head.out")
-        forward += [reduce("loss.peak", "forward", 4 * rows), reduce("loss.reduce", "forward", 8 * rows)]
-    backward = list(b.backward)
-    for names, label in ((("q_proj", "k_proj", "v_proj"), "attention"), (("gate_proj", "up_proj"), "mlp"),
-                         (("out",), "head")):  # fmt: skip
-        last = max((i for i, op in enumerate(backward) if op.name.endswith(tuple(f".{n}.dx" for n in names))),
-                   default=-1)  # fmt: skip
-        if last >= 0:
-            backward.insert(last + 1, reduce(f"{label}.input.reduce", "backward"))
-    return forward, backward

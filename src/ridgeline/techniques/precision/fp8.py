@@ -12,7 +12,8 @@ from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build, TrainBuild
+    from ridgeline.runtime.build import Build
+    from ridgeline.runtime.train_build import TrainBuild
 
 COMPACT_BYTES = 5.0
 """Optimizer bytes per element with fp8 states: fp16 master, fp8 first moment, fp16 second moment."""
@@ -215,7 +216,9 @@ def _store(b: Block, compute: str) -> None:
     ops: list[Op] = []
     for o in b.forward:
         if _linear(o) and o.param in wide:
-            if compute and not o.name.endswith(("k_proj", "v_proj", "up_proj")):  # they share another's input
+            if compute and not o.name.endswith(
+                ("k_proj", "v_proj", "kv_a_proj", "up_proj")
+            ):  # they share another's input
                 elements = float(o.shape[-3] * o.shape[-1])
                 ops.append(Op(f"{o.name}.quantize", o.module, "quantize", bytes=3 * elements, dtype=o.dtype))
             o = _narrow(o, wide[o.param], compute)

@@ -13,7 +13,7 @@ from ridgeline.techniques.registry import refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
 
 
 class ZeroSkipping(Technique):

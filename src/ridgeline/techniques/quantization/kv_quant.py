@@ -12,7 +12,7 @@ from ridgeline.spec.workload import Generate
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
     from ridgeline.spec.scheduling import Scheduling
 
 
@@ -46,14 +46,14 @@ class KVQuant(Technique):
 
     def check(self, e: Experiment) -> None:
         """Two 4-bit codes share a byte."""
-        d = e.model.head_dim
+        d = e.model.cached_dim
         self.needs(
             self.dtype != "int4" or d % 2 == 0, f"heads of odd width {d} do not pack into bytes", "use dtype=int8"
         )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Shrink the cache. A serving engine's attention reads it directly; here it is dequantized first."""
-        each, wide = kv_bytes(self.dtype, e.model.head_dim), DTYPE_BYTES[e.dtype]
+        each, wide = kv_bytes(self.dtype, e.model.cached_dim), DTYPE_BYTES[e.dtype]
         g.kv_cache *= each / wide
         if isinstance(e.workload, Generate) and not e.workload.engine:
             return g.each_block(lambda b: _expand(b, e, each, wide, self.dtype), layers_only=True)
@@ -73,9 +73,9 @@ class KVQuant(Technique):
 def _expand(b: Block, e: Experiment, each: float, wide: float, dtype: str) -> None:
     for at, o in enumerate(b.forward):
         if o.kind == "attention" or o.name.endswith(".scores"):
-            kv_len, d = o.shape[-2:]
+            kv_len = o.shape[-2]
             sequences = o.shape[0] if o.kind == "attention" else o.shape[0] // e.model.num_heads
-            elements = 2.0 * sequences * e.model.num_kv_heads * kv_len * d
+            elements = float(e.model.cached_tensors * sequences * e.model.cached_heads * kv_len * e.model.cached_dim)
             b.forward.insert(
                 at, Op(f"{o.name}.expand", o.module, "cast", "forward", 0, elements * (each + wide), dtype)
             )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.quantization.weight_only import narrow
 from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.nn.quant.packed import Packed
+    from ridgeline.runtime.build import Build
 
 BITS = 4 + 8 / 32
 """Bits per weight: 4, plus the weight's part of the block's 8-bit scale."""
@@ -29,9 +33,9 @@ class MXFP4(Technique):
         lossless=False,
         validated=frozenset({"serve"}),
         claim="4.25 bits per weight; gpt-oss-120b fits one 80 GB device (arXiv:2508.10925)",
-        tolerance=0.05,
-        quality="perplexity within 5 % of the 16-bit model",
-        runs=False,
+        tolerance=0.12,
+        quality="logits within the rounding error of normally distributed weights, 11.6 % of their root mean square; a"
+        " checkpoint that has the format loses nothing",
         needs_model={"num_experts": 4, "experts_per_token": 2},
         changes=frozenset({"weights", "experts"}),
     )
@@ -46,12 +50,38 @@ class MXFP4(Technique):
         """There must be weights to quantize."""
         self.needs(self.layers == "all" or e.model.num_experts > 0, f"{e.model.name} has no experts",
                    "use mxfp4:layers=all")  # fmt: skip
+        part = _part(self.layers)
+        for p in e.model.parameters():
+            if part in p.name and not p.name.endswith("bias"):
+                self.needs(p.shape[-1] % 32 == 0, f"{p.name} has {p.shape[-1]} inputs, and blocks have 32",
+                           "leave mxfp4 out for this model")  # fmt: skip
+
+    def apply(self, run: Build) -> None:
+        """A checkpoint's blocks are read as they are; dense weights are rounded to nearest."""
+        from ridgeline.nn.quant import mxfp4
+        from ridgeline.nn.quant.packed_model import holds_codes, pack_layers
+
+        if holds_codes(run.model):
+            return
+        experts = self.layers == "experts"
+
+        def code(name: str, expert: int | None) -> tuple[Packed, None] | None:
+            if experts and expert is None:
+                return None
+            weight = run.model.get_parameter(name).detach()
+            return mxfp4.quantized(weight if expert is None else weight[expert]), None
+
+        pack_layers(run.model, code, next(run.model.parameters()).device)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """The chosen weights take 4.25 bits; everything else is unchanged."""
-        part = ".experts." if self.layers == "experts" else "_proj"
+        part = _part(self.layers)
         native = e.cluster.device.architecture == "blackwell"
         return g.each_block(lambda b: _shrink(b, part, native), layers_only=True)
+
+
+def _part(layers: str) -> str:
+    return ".experts." if layers == "experts" else "_proj"
 
 
 def _shrink(b: Block, part: str, native: bool) -> None:

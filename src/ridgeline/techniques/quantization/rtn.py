@@ -14,8 +14,8 @@ from ridgeline.techniques.technique import Card, Technique
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ridgeline.runtime.build import Build
     from ridgeline.runtime.compress_build import CompressBuild
-    from ridgeline.runtime.train_build import Build
 
 
 class RTN(WeightOnly):

@@ -22,7 +22,7 @@ from ridgeline.techniques.technique import Phase, Technique
 
 if TYPE_CHECKING:
     from ridgeline.nn.quant.packed import Packed
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
 
 PRUNE, FOLD, QUANTIZE, TUNE = -20, -10, 0, 10
 """Order of compression within phase adapt: pruning masks before grids, folded scales between, norms last. In training a

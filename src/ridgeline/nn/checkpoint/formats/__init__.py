@@ -69,9 +69,11 @@ def reader(config: dict[str, Any] | None) -> Format | None:
     if not config:
         return None
     method = str(config.get("quant_method", ""))
-    if method == "mxfp4":  # blocks beside dense tensors, which are expanded as they are read
-        return None
+    if method == "mxfp4" or (method == "fp8" and config.get("weight_block_size")):
+        return None  # blocks beside dense tensors, which are expanded as they are read
     for kind in formats().values():
         if method == kind.name:
             return kind.from_config(config)
-    raise UserError(f"checkpoints of quant_method {method!r} are not read", f"read: {', '.join(formats())}, mxfp4")
+    raise UserError(
+        f"checkpoints of quant_method {method!r} are not read", f"read: {', '.join(formats())}, mxfp4, fp8 in blocks"
+    )

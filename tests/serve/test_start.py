@@ -1,0 +1,39 @@
+"""What a server's start must not spend time on."""
+
+import subprocess
+import sys
+
+import torch
+from tests.compressing import LLAMA, checkpoint
+
+from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.serve.build_engine import load_engine
+
+SLOW = ("torch.distributed.tensor", "sympy", "torch._dynamo", "transformers", "scipy")
+
+
+def test_modules_that_take_long_are_not_imported():
+    code = f"import sys, ridgeline.serve.build_engine; print(*[m for m in {SLOW} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_mapped_weights_are_those_that_are_read(tmp_path):
+    source = checkpoint(tmp_path, LLAMA, dtype=torch.bfloat16)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    read, mapped = (load_packed(source, torch.bfloat16, mapped=m) for m in (False, True))
+    assert read.mapped_bytes == 0
+    assert mapped.mapped_bytes == sum(p.nbytes for p in mapped.parameters())
+    for (name, a), b in zip(read.named_parameters(), mapped.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    with torch.no_grad():
+        for p in mapped.parameters():
+            p.add_(1)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert load_packed(source, torch.float32, mapped=True).mapped_bytes == 0  # which must be converted
+
+
+def test_a_pool_takes_memory_when_it_is_used(tmp_path):
+    engine = load_engine(checkpoint(tmp_path, LLAMA), kv_cache_bytes=1 << 32, max_model_len=64)
+    assert engine.blocks.count > 1 << 16
+    assert not engine.runner.pool()[0][:, :, -1].any()
