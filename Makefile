@@ -33,10 +33,10 @@ test-matrix: setup
 	$(BIN)/python -m pip install -c constraints.txt nox
 	$(BIN)/nox
 
-# Tests beside optional packages that take long to install: bitsandbytes, DeepSpeed, lm-eval, Ray.
+# Tests beside optional packages that take long to install: bitsandbytes, DeepSpeed, lm-eval, Ray, client libraries.
 test-peers: setup
 	$(BIN)/python -m pip install -c constraints.txt nox
-	$(BIN)/nox -s peers
+	$(BIN)/nox -s peers clients
 
 lint: setup
 	$(BIN)/ruff check .

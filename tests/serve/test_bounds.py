@@ -14,7 +14,8 @@ from ridgeline.serve import detokenize as text
 from ridgeline.serve.bodies import WrongBody, parse
 from ridgeline.serve.chat import ChatCompletion
 from ridgeline.serve.engine_loop import QueueLimits
-from ridgeline.serve.openai import Completion, Detokenize, EmbeddingRequest
+from ridgeline.serve.openai import Completion, Detokenize
+from ridgeline.serve.pooled_bodies import EmbeddingRequest
 
 JSON = "application/json"
 
@@ -82,7 +83,7 @@ def test_bodies_are_validated_beside_the_event_loop(server, monkeypatch):
 def test_the_length_is_told_before_the_elements():
     e = refused(Completion, {"prompt": [-1] * (CONTEXT + 1)})
     assert (e.param, e.code) == ("prompt", "context_length_exceeded")
-    assert f"{CONTEXT + 1} tokens, and the context is {CONTEXT}" in str(e)
+    assert f"{CONTEXT + 1} tokens, and the model's maximum context length is {CONTEXT}" in str(e)
 
 
 def test_the_description_has_the_bodies(server):

@@ -116,3 +116,81 @@ def test_a_classifier_is_not_trained_as_a_language_model(tmp_path):
     e = experiment(tmp_path / "text", model=model("bert-tiny", head="classify", num_labels=2).spec)
     with pytest.raises(Incompatible, match="is a classifier"):
         check(e)
+
+
+@pytest.fixture(scope="module")
+def cross(tmp_path_factory):
+    """transformers' own cross-encoder (one class), whose tokenizer tells both texts of a pair apart."""
+    from tokenizers import processors
+
+    path = tmp_path_factory.mktemp("cross")
+    config = transformers.BertConfig(vocab_size=258, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                     intermediate_size=48, max_position_embeddings=64, num_labels=1)  # fmt: skip
+    torch.manual_seed(1)
+    made = transformers.BertForSequenceClassification(config)
+    for p in made.parameters():
+        p.data.mul_(4 if p.dim() > 1 else 1)
+    made.save_pretrained(path)
+    tokenizer = train_tokenizer(["a"], 258)
+    start, end = ("C", tokenizer.token_to_id("C")), ("S", tokenizer.token_to_id("S"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="C $A S", pair="C $A S $B:1 S:1", special_tokens=[start, end]
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@torch.inference_mode()
+def logit(folder, pair, most=None):
+    """transformers' logit of a pair, cut as its tokenizers cut."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    more = {} if most is None else {"truncation": "longest_first", "max_length": most}
+    given = tokenizer(*pair, return_token_type_ids=True, return_tensors="pt", **more)
+    assert 1 in given["token_type_ids"]
+    made = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    return made(given["input_ids"], token_type_ids=given["token_type_ids"]).logits[0, 0]
+
+
+def test_a_cross_encoder_scores_pairs(cross):
+    first, second = "what is it", ["it is this", "no", "that is a longer text than others"]
+    with running(cross, kv_cache_bytes=None, max_num_batched_tokens=128) as server:
+        for pair in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+            body = {pair[0]: first, pair[1]: second}
+            got = [d["score"] for d in json.loads(call(server, "/score", body)[2])["data"]]
+            assert got == pytest.approx([float(logit(cross, (first, s)).sigmoid()) for s in second], abs=1e-5)
+        ask = {"query": first, "documents": second}
+        ranked = json.loads(call(server, "/rerank", {**ask, "use_activation": False})[2])["results"]
+        raw = sorted(((float(logit(cross, (first, s))), i) for i, s in enumerate(second)), reverse=True)
+        assert [r["index"] for r in ranked] == [i for _, i in raw]
+        assert [r["relevance_score"] for r in ranked] == pytest.approx([x for x, _ in raw], abs=1e-5)
+        for most in (12, 25, 30):
+            body = {"text_1": first, "text_2": second[2], "truncate_prompt_tokens": most, "use_activation": False}
+            reply = json.loads(call(server, "/score", body)[2])
+            assert reply["usage"]["prompt_tokens"] == most
+            assert reply["data"][0]["score"] == pytest.approx(float(logit(cross, (first, second[2]), most)), abs=1e-5)
+        short = json.loads(call(server, "/rerank", {**ask, "max_tokens_per_doc": 2})[2])
+        assert short["usage"]["prompt_tokens"] == 3 * (len(first) + 3 + 2)
+        _, _, text = call(server, "/score", {"text_1": "a" * 60, "text_2": "b" * 9})
+        assert error(text)["code"] == "context_length_exceeded"
+        assert (
+            call(server, "/invocations", ask)[2].split('"results"')[1]
+            == call(server, "/rerank", ask)[2].split('"results"')[1]
+        )
+        server.assert_idle()
+
+
+def test_kinds_of_tokens_reach_padded_batches_too(cross):
+    plans = ([], ["-padding_free"], ["length_aware_memory"])
+    kinds = [[0] * 4 + [1] * (n - 4) for n in (9, 20, 14)]
+    prompts = [[(7 * j + i) % 250 for j in range(len(k))] for i, k in enumerate(kinds)]
+    made = load_checkpoint(cross, dtype=torch.float64)
+    for plan in plans:
+        eng = engine(made, *plan)
+        requests = [EngineRequest(str(i), p, embed=True, classify=True, token_types=k if i != 1 else [])
+                    for i, (p, k) in enumerate(zip(prompts, kinds, strict=True))]  # fmt: skip
+        found = {e.request: e.embedding for e in run(eng, *requests)[1]}
+        for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True)):
+            given = None if i == 1 else torch.tensor([kind])
+            with torch.inference_mode():
+                expected = made(torch.tensor([prompt]), token_types=given)[0, 0].tolist()
+            assert found[str(i)] == pytest.approx(expected, abs=1e-9), plan

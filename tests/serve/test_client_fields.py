@@ -194,3 +194,88 @@ def test_a_request_keeps_its_id(server):
     }
     assert len(made) == 3
     assert all(len(name) == 32 for name in made)
+
+
+def asked(server, path, **more):
+    status, _, text = call(server, path, {**BASE[path], **more})
+    assert status == 200, text
+    return json.loads(text)
+
+
+def test_a_prompt_is_cut_at_either_end(server):
+    ids = list(range(5, 15))
+    for side, kept in (("right", ids[:4]), ("left", ids[-4:]), (None, ids[-4:])):
+        more = {} if side is None else {"truncation_side": side}
+        made = asked(server, COMPLETION, prompt=ids, truncate_prompt_tokens=4, return_token_ids=True, **more)
+        assert made["choices"][0]["prompt_token_ids"] == kept
+    assert error(call(server, COMPLETION, {**BASE[COMPLETION], "truncation_side": "middle"})[2])["param"] == (
+        "truncation_side"
+    )
+
+
+def test_log_probabilities_of_chosen_tokens(server):
+    many = {"temperature": 0, "max_tokens": 2, "allowed_token_ids": [9], "return_tokens_as_token_ids": True}
+    everything = asked(server, COMPLETION, **{**many, "allowed_token_ids": None, "logprobs": 20, "max_tokens": 1})
+    known = everything["choices"][0]["logprobs"]["top_logprobs"][0]
+    third = int(list(known)[2].removeprefix("token_id:"))
+    made = asked(server, COMPLETION, **many, logprobs=5, logprob_token_ids=[third, 40])
+    first = made["choices"][0]["logprobs"]["top_logprobs"][0]
+    assert set(first) == {f"token_id:{i}" for i in (9, third, 40)}
+    assert first[f"token_id:{third}"] == pytest.approx(known[f"token_id:{third}"], abs=1e-5)
+    chat = asked(server, CONVERSATION, **many, logprobs=True, logprob_token_ids=[40])
+    for place in chat["choices"][0]["logprobs"]["content"]:
+        assert [t["token"] for t in place["top_logprobs"]] == ["token_id:9", "token_id:40"]
+    refused = call(server, COMPLETION, {**BASE[COMPLETION], "logprob_token_ids": [1]})[2]
+    assert error(refused)["param"] == "logprob_token_ids"
+
+
+def test_an_echoed_chat_begins_with_the_last_message(server, template):
+    talk = [*CHAT, {"role": "assistant", "content": "It is"}]
+    more = {"messages": talk, "add_generation_prompt": False, "continue_final_message": True}
+    plain, echoed = (asked(server, CONVERSATION, **more, echo=echo)["choices"][0] for echo in (False, True))
+    assert echoed["message"]["content"] == "It is" + plain["message"]["content"]
+    text = call(server, CONVERSATION, {**BASE[CONVERSATION], **more, "echo": True, "stream": True})[2]
+    chunks = [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n") if part.startswith("data: {")]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == echoed["message"]["content"]
+    assert asked(server, CONVERSATION, echo=True)["choices"][0] == asked(server, CONVERSATION)["choices"][0]
+
+
+def test_invocations_are_passed_on(server):
+    for path, body in BASE.items():
+        made = json.loads(call(server, "/invocations", body)[2])
+        assert made["choices"] == asked(server, path)["choices"]
+    vectors = [
+        json.loads(call(server, path, {"input": "ab"})[2])["data"] for path in ("/invocations", "/v1/embeddings")
+    ]
+    assert vectors[0] == vectors[1]
+    for raw in (b"[1]", b"{", b'{"x": 1}'):
+        assert call(server, "/invocations", raw=raw, method="POST")[0] == 400
+    assert error(call(server, "/invocations", {"prompt": "a", "max_tokens": 0})[2])["param"] == "max_tokens"
+
+
+def test_numbers_of_embeddings_as_bytes(server):
+    import base64
+    import struct
+
+    plain = json.loads(call(server, "/v1/embeddings", {"input": ["ab", "c"]})[2])["data"]
+    for dtype, code, size, close in (("float32", "f", 4, 1e-6), ("float16", "e", 2, 1e-3), ("bfloat16", "e", 2, 1e-2)):
+        for end, mark in (("little", "<"), ("big", ">")):
+            form = {"embed_dtype": dtype, "endianness": end}
+            reply = call(server, "/v1/embeddings", {"input": ["ab", "c"], "encoding_format": "base64", **form})[2]
+            for one, other in zip(json.loads(reply)["data"], plain, strict=True):
+                raw = base64.b64decode(one["embedding"])
+                assert len(raw) == size * len(other["embedding"])
+                assert struct.unpack(f"{mark}{len(raw) // size}{code}", raw) == pytest.approx(
+                    other["embedding"], abs=close
+                )
+
+
+def test_a_conversation_is_embedded_as_its_text(server, template):
+    talk = {"messages": [*CHAT, {"role": "assistant", "content": "So"}]}
+    made = json.loads(call(server, "/v1/embeddings", talk)[2])
+    text = json.loads(
+        call(server, "/v1/embeddings", {"input": "<user>Hi|<assistant>So", "add_special_tokens": False})[2]
+    )
+    assert made["data"] == text["data"]
+    both = {**talk, "add_generation_prompt": True, "continue_final_message": True}
+    assert "Cannot set both" in error(call(server, "/v1/embeddings", both)[2])["message"]

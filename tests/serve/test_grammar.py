@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -98,3 +99,14 @@ def test_a_matcher_that_gives_up_ends_the_output_as_an_error():
     assert "structure" in delta.error
     assert isinstance(GRAMMARS.compile("regex", "a+", "x"), Matcher)
     assert not GRAMMARS.compile("regex", "a+", "x").failures  # others that ask the same are well
+
+
+def test_a_grammar_may_be_in_gbnf():
+    gbnf = 'root ::= "a" number{2} end\nnumber ::= [0-7] "-"\nend ::= "x" | "yy" # either'
+    lark = 'start: "a" NUMBER{2} END\nNUMBER: /[0-7]/ "-"\nEND: "x" | "yy"'
+    for source in (gbnf, lark):
+        texts = {walk(GRAMMARS.compile("grammar", source, "x"), seed) for seed in range(20)}
+        assert len(texts) > 5
+        assert all(re.fullmatch("a([0-7]-){2}(x|yy)", text) for text in texts)
+    with pytest.raises(Invalid, match="cannot be read"):
+        GRAMMARS.compile("grammar", "root ::= select invalid\n\nselect ::=", "x")

@@ -141,7 +141,9 @@ def refused(server, path, body, param):
     ("/pooling", {"input": "a", "task": "x"}, "task"),
     ("/pooling", {"input": "a", "task": "classify"}, "model"),
     ("/pooling", {"input": "a", "dimensions": 4}, "dimensions"),
-    ("/pooling", {"input": "a", "use_activation": False}, "use_activation"),
+    ("/pooling", {"input": "a", "messages": []}, "messages"), ("/classify", {}, "input"),
+    ("/pooling", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input"),
+    ("/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
     ("/pooling", {"input": "a", "truncate_prompt_tokens": 9999}, "truncate_prompt_tokens"),
     ("/rerank", {"query": "a", "documents": ["a"], "max_chunks_per_doc": 1}, "max_chunks_per_doc"),
 ])  # fmt: skip

@@ -9,7 +9,7 @@ from tests.serve.test_tools import ASK, CALLED, FORMATS, ROME, TOOLS, both, said
 
 from ridgeline.data.examples import Template
 from ridgeline.serve.checkpoint_settings import Options
-from ridgeline.serve.reasoning import Reasoned
+from ridgeline.serve.reasoning import Reasoned, ReasoningCount
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.tool_calls import Calls, id_maker
 from ridgeline.spec.errors import UserError
@@ -37,12 +37,12 @@ def reasons(server, monkeypatch, tools):  # noqa: F811
     def use(source, text):
         tools("hermes", text, source)
         monkeypatch.setattr(server.service, "reasons", True)
-        plain = type(server.service)._reasoned
+        plain = type(server.service)._begun
         # the grammar that makes the model write this text is none that a client asked for
         monkeypatch.setattr(
             type(server.service),
-            "_reasoned",
-            lambda service, reader, prompt, structure: plain(service, reader, prompt, False),
+            "_begun",
+            lambda service, prompt, structure: plain(service, prompt, False),
         )
 
     return use
@@ -108,3 +108,33 @@ def test_reasoning_is_an_item_of_responses(client, server, reasons):
 def test_options():
     with pytest.raises(UserError, match="qwen3"):
         Options(reasoning_parser="qwen").check()
+
+
+@pytest.mark.parametrize(("begun", "text", "count"), [
+    (False, "<think>ab</think>cd", 2), (True, "ab</think>cd", 2), (True, "<think>ab</think>cd", 2), (False, "ab", 0),
+    (False, " <think>abc", 3), (True, "abc", 3), (False, "a<think>b</think>", 0), (False, "<think></think>a", 0),
+])  # fmt: skip
+def test_tokens_of_reasoning_are_counted(server, begun, text, count):
+    vocabulary = server.service.vocabulary
+    counter = ReasoningCount(vocabulary, begun)
+    for token in vocabulary.encode(text, special=False):  # a token is a byte
+        counter.push([token])
+    assert counter.tokens == count
+
+
+def test_usage_counts_reasoning_that_is_hidden_too(client, reasons):
+    reasons("{{ messages[0].content }}", "<think>\nSo.\n</think>\n\nYes")
+    options = {"model": "tiny", "messages": ASK, "max_tokens": 60, "temperature": 0}
+    for shown in (True, False):
+        made = client.chat.completions.create(**options, extra_body={"include_reasoning": shown})
+        assert made.choices[0].message.content == "Yes"
+        assert getattr(made.choices[0].message, "reasoning", None) == ("So." if shown else None)
+        assert made.usage.completion_tokens_details.reasoning_tokens == len("\nSo.\n")
+        chunks = list(client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}, extra_body={"include_reasoning": shown}
+        ))  # fmt: skip
+        assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == len("\nSo.\n")
+        said = [getattr(c.choices[0].delta, "reasoning", None) for c in chunks if c.choices]
+        assert "".join(s for s in said if s) == ("So." if shown else "")
+    made = client.responses.create(model="tiny", input="Hi", max_output_tokens=60, temperature=0)
+    assert made.usage.output_tokens_details.reasoning_tokens == len("\nSo.\n")

@@ -68,7 +68,7 @@ class Slow:
 @pytest.mark.parametrize(
     ("change", "param", "said"),
     [
-        ({"prompt": "x" * 300}, "prompt", "300 tokens, and the context is 256"),
+        ({"prompt": "x" * 300}, "prompt", "300 tokens, and the model's maximum context length is 256"),
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": "\ud800"}, "prompt", "unicode"),
         ({"prompt": [999]}, "prompt", "vocabulary of 258"),
@@ -86,7 +86,7 @@ class Slow:
         ({"stop": [""]}, "stop", "1 character"),
         ({"stop": ["a"] * 17}, "stop", "16 items"),
         ({"logit_bias": {"999": 1.0}}, "logit_bias", "token 999"),
-        ({"logit_bias": {"a": 1.0}}, "logit_bias", "pattern"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias", "no token ids"),
         ({"logprobs": 21}, "logprobs", "outside"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream only"),
         ({"guided_regex": "a"}, "guided_regex", "unknown field"),

@@ -7,7 +7,7 @@ import pytest
 from tests.serve.test_reliability import call, error
 
 from ridgeline.data.examples import Template
-from ridgeline.serve.tool_calls import FORMATS, LIST, Calls, Parts, gather, id_maker
+from ridgeline.serve.tool_calls import FORMATS, LIST, Calls, gather, id_maker
 from ridgeline.spec.errors import UserError
 
 SOURCE = (
@@ -148,11 +148,35 @@ def test_arguments_as_text_and_calls_that_break():
     text = json.dumps({"name": "f", "arguments": '{"a": 1}'})
     assert gather(Calls(FORMATS["llama3_json"], id_maker(None)), text).calls[0]["function"]["arguments"] == '{"a": 1}'
     broken = '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>'
-    assert gather(Calls(FORMATS["hermes"], id_maker(None)), broken) == Parts(broken, "", [])
+    found = gather(Calls(FORMATS["hermes"], id_maker(None)), broken)
+    assert (found.content, found.calls[0]["function"]) == ("", {"name": "f", "arguments": '{"a": tru}'})
     cut = gather(Calls(FORMATS["hermes"], id_maker(None)), broken[:-20])
     assert cut.calls[0]["function"] == {"name": "f", "arguments": '{"a'}  # as far as it came
     two = gather(Calls(LIST, id_maker(FORMATS["mistral"])), f"[{ROME},{NOW}]").calls
     assert all(c["id"].isalnum() and len(c["id"]) == 9 for c in two)
+
+
+@pytest.mark.parametrize("parser", [*FORMATS, "list"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_wherever_an_answer_is_cut_off_its_stream_says_the_same(parser, parallel):
+    form = FORMATS.get(parser, LIST)
+    broken = [
+        '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call> so',
+        '<tool_call>{"arguments": {}, "name": "f"}',
+        '<tool_call>{"name": "f", "arguments": null}</tool_call>',
+    ]
+    for text in [*(text for _, text, _, _ in WRITTEN), *(text for _, text in PLAIN), *broken]:
+        for end in range(1, len(text) + 1):
+            whole = gather(Calls(form, str, parallel), text[:end])
+            reader, content, calls = Calls(form, str, parallel), "", []
+            for at in range(end):
+                for piece in reader.push(text[at], last=at == end - 1):
+                    content += piece.text
+                    if piece.name:
+                        calls.append({"name": piece.name, "arguments": ""})
+                    elif piece.call is not None:
+                        calls[piece.call]["arguments"] += piece.arguments
+            assert (content, calls) == (whole.content, [c["function"] for c in whole.calls]), text[:end]
 
 
 def test_one_call_at_most(client, tools):
@@ -240,7 +264,6 @@ def test_outputs_are_read_apart(client, tools):
     ({"tools": TOOLS[:1] * 2}, "tools"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}],
       "tool_choice": "required"}, "tool_choice"),

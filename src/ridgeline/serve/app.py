@@ -21,6 +21,8 @@ from ridgeline.serve.routes import (
     RESET_CACHE,
     UNLOAD_ADAPTER,
     generation_routes,
+    invocation_route,
+    message_routes,
     model_routes,
     pooling_routes,
     response_routes,
@@ -53,7 +55,16 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
     app.router.route_class = body_route(service.max_model_len)
     loop.metrics.model = service.name
     loop.metrics.watch(lambda: loop.stats, lambda: loop.queued)
-    for add in (generation_routes, response_routes, pooling_routes, model_routes, text_routes, state_routes):
+    for add in (
+        generation_routes,
+        response_routes,
+        message_routes,
+        pooling_routes,
+        invocation_route,
+        model_routes,
+        text_routes,
+        state_routes,
+    ):
         add(app, service)
     _errors(app)
     admin_paths = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER, RESET_CACHE})

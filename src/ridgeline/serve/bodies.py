@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from ridgeline.serve.chat import ChatCompletion
 from ridgeline.serve.fields import UNKNOWN, Body
-from ridgeline.serve.openai import Classification, Completion, EmbeddingRequest
+from ridgeline.serve.openai import Completion
+from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest
 from ridgeline.spec.errors import UserError
 
 B = TypeVar("B", bound=Body)

@@ -35,7 +35,8 @@ def _object(value: str) -> str:
 Arguments = Annotated[Text, AfterValidator(_object)]
 
 
-def _flat(value: dict[str, Any]) -> dict[str, Any]:
+def flat(value: dict[str, Any]) -> dict[str, Any]:
+    """A schema that is not nested too deeply."""
     if depth(value) > MAX_DEPTH:
         what = "holds a schema that is nested more than {most} deep"
         raise PydanticCustomError("deep", what, {"most": MAX_DEPTH})
@@ -47,7 +48,7 @@ class Function(Body):
 
     name: FunctionName
     description: Text | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_flat)] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(flat)] | None = None
     """A JSON schema; none: it takes no arguments."""
     strict: bool | None = None
     """Arguments of required and named calls always fit the schema; without effect on calls of the model's own."""
@@ -154,6 +155,14 @@ class ChatCompletion(Sampled):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """Let the output continue the last message instead of beginning another one."""
+    add_special_tokens: bool = False
+    """Put the tokenizer's special tokens around the prompt, which templates write themselves."""
+    echo: bool = False
+    """Begin the answer with the last message's text, where that is the assistant's."""
+    include_reasoning: bool = True
+    """False: leave the reasoning out of the answer."""
+    documents: Annotated[list[dict[str, str]], Field(max_length=1024)] | None = None
+    """A variable of the chat template, for models that answer from texts."""
     reasoning_effort: Annotated[str, StringConstraints(min_length=1, max_length=32)] | None = None
     """A variable of the chat template: without effect where the template does not read it."""
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few)] | None = None
@@ -192,6 +201,8 @@ class ChatCompletion(Sampled):
             raise Invalid(found[0][2], what, 'leave it out, or set tool_choice to "none" or "required"')
         if choice in ("none", "auto"):
             return found
+        if self.response_format is not None:  # says how an answer in text is written, and there is none
+            found = [form for form in found if form[2] != "response_format"]
         schemas = {f"f{i}": _moved(_arguments(tool.function), f"#/$defs/f{i}") for i, tool in enumerate(tools)}
         if choice.startswith(":"):
             at = next(i for i, tool in enumerate(tools) if tool.function.name == choice[1:])
@@ -208,7 +219,9 @@ class ChatCompletion(Sampled):
     @property
     def variables(self) -> dict[str, Any]:
         """Variables of the chat template. Raises :class:`Invalid` for those that it has from elsewhere."""
-        given = _variables(self.chat_template_kwargs, self.tools)
+        given = template_variables(self.chat_template_kwargs, self.tools)
+        if self.documents is not None:
+            given["documents"] = self.documents
         return given if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort, **given}
 
     def logprob_count(self) -> int | None:
@@ -234,7 +247,8 @@ class Tokenize(Body):
     model: Text | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """By default those of the tokenizer go around a text, and not around a conversation."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few)] | None = None
@@ -245,10 +259,10 @@ class Tokenize(Body):
     @property
     def variables(self) -> dict[str, Any]:
         """As :attr:`ChatCompletion.variables`."""
-        return _variables(self.chat_template_kwargs, self.tools)
+        return template_variables(self.chat_template_kwargs, self.tools)
 
 
-def _variables(given: dict[str, Any] | None, tools: list[Tool] | None) -> dict[str, Any]:
+def template_variables(given: dict[str, Any] | None, tools: list[Tool] | None) -> dict[str, Any]:
     """Variables of the chat template, the functions among them."""
     given = dict(given or {})
     if taken := sorted({"messages", "add_generation_prompt", "tools"} & set(given)):

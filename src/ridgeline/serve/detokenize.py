@@ -63,6 +63,21 @@ class Vocabulary:
         # Of a batch of one: unlike ``Tokenizer.encode`` it lets other threads run meanwhile.
         return list(self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
+    def pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
+        """Token ids of two texts as one prompt, and the kind of each; no more than ``most`` of them, cut from the end
+        of the longer text, or of both (Hugging Face's ``longest_first``)."""
+        a, b = self.tokenizer.encode_batch([first, second], add_special_tokens=False)
+        if most is not None:
+            room = max(0, most - self.tokenizer.num_special_tokens_to_add(True))
+            short = min(len(a), len(b))
+            long = short if short > room else max(short, room - short)
+            if short + long > room:
+                short, long = room // 2, room - room // 2
+            a.truncate(min(len(a), long if len(a) > len(b) else short))
+            b.truncate(min(len(b), short if len(a) > len(b) else long))
+        whole = self.tokenizer.post_process(a, b)
+        return list(whole.ids), list(whole.type_ids)
+
     def decode(self, tokens: Iterable[int], skip_special: bool = True) -> str:
         """The text of whole ``tokens``."""
         skipped = self.special if skip_special else frozenset()

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -24,11 +24,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ridgeline.serve.request import TOO_LONG, Invalid
+from ridgeline.serve.request import SHORTEN, TOO_LONG, Invalid
 
 MAX_PROMPTS, MAX_INPUTS = 256, 2048
 """Largest number of prompts in one body, and of inputs that are read only."""
-MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS = 16384, 1024, 256
+MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS, MAX_LOGPROB_IDS = 16384, 1024, 256, 128
 """Limits on options that are evaluated for every token."""
 UNKNOWN = "unknown_field"
 
@@ -37,6 +37,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=0)]
 """A constraint makes pydantic look inside: half a surrogate pair, which JSON can spell, is no text."""
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Side = Literal["left", "right"]
 Salt = StopText
 """Prompts share cached blocks only with those of the same salt (and the same API key)."""
 
@@ -60,7 +61,7 @@ def _bounded(value: Any, info: ValidationInfo, most: int = MAX_PROMPTS) -> Any:
     context = (info.context or {}).get("tokens")
     for ids in value if several else [value]:
         if context is not None and isinstance(ids, list) and len(ids) > context:
-            what = "has {count} tokens, and the context is {context}: send a shorter prompt"
+            what = f"has {{count}} tokens, and the model's maximum context length is {{context}}: {SHORTEN}"
             raise PydanticCustomError(TOO_LONG, what, {"count": len(ids), "context": context, "code": TOO_LONG})
     return value
 
@@ -95,10 +96,9 @@ def biases(value: Any) -> Any:
         if len(value) > MAX_BIASES:
             what = "holds {count} biases, of {most} at most"
             raise PydanticCustomError("too_many", what, {"count": len(value), "most": MAX_BIASES})
-        bad = next((name for name in value if not re.fullmatch("[0-9]{1,9}", name)), None)
-        if bad is not None:
-            what = "{name} is no token id: it must match the pattern [0-9]{{1,9}}"
-            raise PydanticCustomError("token", what, {"name": repr(bad[:100])})
+        if bad := [name for name in value if not re.fullmatch("[0-9]{1,9}", name)]:
+            names = ", ".join(repr(name[:100]) for name in bad[:8])
+            raise PydanticCustomError("token", "holds keys that are no token ids: {names}", {"names": names})
     return value
 
 

@@ -125,11 +125,22 @@ def _written(matcher: Any, kind: Kind, source: Any, param: str) -> str:
             return str(matcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": SPACE}))
         if kind == "choice":
             return str(matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in source)))
-        return str(matcher.grammar_from_regex(source) if kind == "regex" else matcher.grammar_from_lark(source))
+        if kind == "regex":
+            return str(matcher.grammar_from_regex(source))
+        return str(matcher.grammar_from_lark(_lark(source)))
     except ValueError as e:
-        raise Invalid(
-            param, f"cannot be read: {e}", "write a JSON schema, a regular expression or a Lark grammar"
-        ) from e
+        fix = "write a JSON schema, a regular expression, or a grammar in GBNF or Lark's form"
+        raise Invalid(param, f"cannot be read: {e}", fix) from e
+
+
+def _lark(source: str) -> str:
+    """A grammar in Lark's form, of llama.cpp's GBNF where it is none yet. Raises :class:`ValueError`."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(source))
+    except Exception as e:  # the converter raises plain exceptions for what is no grammar
+        raise ValueError(str(e)) from None
 
 
 def depth(value: Any) -> int:

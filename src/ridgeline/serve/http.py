@@ -37,7 +37,8 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     """``{"error": …}`` in the OpenAI API's format."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    # Clients of Anthropic's API want the outer type too, and those of OpenAI's do not mind it.
+    return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Json(JSONResponse):
@@ -147,6 +148,32 @@ class EventStream(Response):
             await asyncio.gather(following, return_exceptions=True)
 
 
+class Passed(Response):
+    """What another route of ``app`` answers to a request, whose body has been read already."""
+
+    def __init__(self, app: ASGIApp, path: str, body: bytes) -> None:
+        super().__init__()
+        self._app, self._path, self._body = app, path, body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        await self._app({**scope, "path": self._path}, replayed(self._body, receive), send)
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """``receive`` after a whole ``body``."""
+    whole: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+    async def replay() -> Message:
+        nonlocal whole
+        if whole is None:
+            return await receive()
+        message, whole = whole, None
+        return message
+
+    return replay
+
+
 class Keys:
     """API keys, compared in constant time by their SHA-256; without any key, everyone has access.
 
@@ -171,9 +198,10 @@ class Keys:
 
 
 def bearer(scope: Scope) -> bytes:
-    """The key of a request; empty: none."""
-    value = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-    return bytes(value[7:].strip()) if value[:7].lower() == b"bearer " else b""
+    """The key of a request, as OpenAI's clients or as Anthropic's send it; empty: none."""
+    headers = dict(reversed(scope["headers"]))
+    value = headers.get(b"authorization", b"")
+    return bytes(value[7:].strip() if value[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"").strip())
 
 
 def _identified(scope: Scope, send: Send) -> Send:
@@ -232,16 +260,7 @@ class Gate:
             if len(body) > self.max_body:
                 await self._large()(scope, receive, send)
                 return
-        whole: Message | None = {"type": "http.request", "body": body, "more_body": False}
-
-        async def replay() -> Message:
-            nonlocal whole
-            if whole is None:
-                return await receive()
-            message, whole = whole, None
-            return message
-
-        await self.app(scope, replay, send)
+        await self.app(scope, replayed(body, receive), send)
 
     def _refused(self, scope: Scope) -> Json | None:
         path, key = scope["path"].rstrip("/") or "/", bearer(scope)

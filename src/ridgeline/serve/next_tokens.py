@@ -116,8 +116,12 @@ class NextTokens:
         if not fine:
             return {}
         wanted = [wanted[k] for k in fine]
-        tops = [seqs[i].group.request.sampling.logprobs or 0 for i in wanted]
-        return dict(zip(wanted, self.sampler.logprobs(raw[fine], [tokens[i] for i in wanted], tops), strict=True))
+        settings = [seqs[i].group.request.sampling for i in wanted]
+        found = self.sampler.logprobs(raw[fine], [tokens[i] for i in wanted], [s.logprobs or 0 for s in settings])
+        for k, s in enumerate(settings):
+            if s.logprob_token_ids:
+                found[k] = self.sampler.named(raw[fine[k]], found[k], s.logprob_token_ids)
+        return dict(zip(wanted, found, strict=True))
 
     def _tokens(self, logits: Tensor, active: list[tuple[Sequence, int]], hidden: Tensor) -> list[int]:
         """The sampled tokens; if sampling fails, it is repeated row by row, so that only the faulty row gets -1."""

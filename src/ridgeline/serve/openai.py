@@ -13,12 +13,13 @@ from pydantic import BeforeValidator, Field, StringConstraints
 from ridgeline.serve.fields import (
     MAX_BAD_WORDS,
     MAX_BIASES,
+    MAX_LOGPROB_IDS,
     MAX_STOP_IDS,
     Body,
-    Inputs,
     Number,
     Prompt,
     Salt,
+    Side,
     StopText,
     Text,
     TokenIds,
@@ -37,6 +38,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    """Without effect unless the last chunk has it too."""
     include_obfuscation: bool | None = None
     """Without effect."""
 
@@ -58,8 +60,8 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """One of: a JSON schema (also as text), any JSON object, a regular expression, a list of choices, a Lark
-    grammar."""
+    """One of: a JSON schema (also as text), any JSON object, a regular expression, a list of choices, a grammar in GBNF
+    or Lark's form."""
 
     json_object: bool | None = None
     json_: Annotated[dict[str, Any] | bool | None, BeforeValidator(parsed)] = Field(default=None, alias="json")
@@ -97,14 +99,20 @@ class Sampled(Body):
     bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     """Texts that are never generated, as tokens spell them alone and after a space."""
     truncate_prompt_tokens: Annotated[Number, Field(ge=-1)] | None = None
-    """Keep only so many tokens of the prompt, its last ones; -1: as many as the context takes."""
+    """Keep only so many tokens of the prompt; -1: as many as the context takes."""
+    truncation_side: Side | None = None
+    """Which end of the prompt is cut off then; None: its beginning."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """Without effect: text is what the tokens' bytes spell."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: Number | None = None
     """Report the log-probabilities of the prompt's tokens, and so many of the likeliest at each place."""
+    logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_IDS)] | None = None
+    """Report the log-probabilities of these tokens instead of the likeliest ones."""
     return_token_ids: bool | None = None
     """Report the ids of the prompt's tokens and of the output's."""
     return_tokens_as_token_ids: bool | None = None
@@ -144,12 +152,11 @@ class Sampled(Body):
 
     def sampling(self, max_tokens: int, logprobs: int | None, vocab_size: int, **more: Any) -> Sampling:
         """The engine's, whose values are in range, without a grammar. Raises :class:`Invalid`."""
-        if (options := self.stream_options) is not None:
-            if not self.stream:
-                raise Invalid("stream_options", "has an effect with stream only", "leave it out, or set stream")
-            if options.continuous_usage_stats and not options.include_usage:
-                what = "continuous_usage_stats has an effect with include_usage only"
-                raise Invalid("stream_options", what, "leave it out, or set include_usage")
+        if self.stream_options is not None and not self.stream:
+            raise Invalid("stream_options", "has an effect with stream only", "leave it out, or set stream")
+        if self.logprob_token_ids is not None and logprobs is None:
+            what = "has an effect with log-probabilities only"
+            raise Invalid("logprob_token_ids", what, "leave it out, or ask for logprobs")
         own = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
                "length_penalty", "early_stopping", "min_tokens", "ignore_eos")  # fmt: skip
         given = {name: value for name in own if (value := getattr(self, name)) is not None}
@@ -161,6 +168,7 @@ class Sampled(Body):
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             stop_token_ids=tuple(self.stop_token_ids or ()),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            logprob_token_ids=tuple(self.logprob_token_ids or ()),
             **self.beams(),
             **given,
             **more,
@@ -213,34 +221,6 @@ class Completion(Sampled):
     logprobs: Number | None = None
     suffix: Literal[""] | None = None
     add_special_tokens: bool = True
-
-
-class EmbeddingRequest(Body):
-    """``POST /v1/embeddings``."""
-
-    model: Text | None = None
-    input: Inputs
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Number | None = None
-    """Length of the embeddings, of a model that is trained for several."""
-    normalize: bool | None = None
-    """False: leave embeddings as long as they are."""
-    truncate_prompt_tokens: Annotated[Number, Field(ge=-1)] | None = None
-    user: Text | None = None
-    cache_salt: Salt | None = None
-    priority: Number = 0
-
-
-class Classification(Body):
-    """``POST /classify``, as vLLM has it."""
-
-    model: Text | None = None
-    input: Inputs
-    use_activation: bool | None = None
-    """False: logits instead of probabilities."""
-    truncate_prompt_tokens: Annotated[Number, Field(ge=-1)] | None = None
-    user: Text | None = None
-    priority: Number = 0
 
 
 class Detokenize(Body):

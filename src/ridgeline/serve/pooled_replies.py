@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
-import struct
+import sys
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-from ridgeline.serve.openai import Classification, EmbeddingRequest
-from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
+from starlette.responses import Response
+
+from ridgeline.serve.http import Json
+from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, Encoded, PoolingRequest, Read
+from ridgeline.serve.scoring import RerankRequest, ScoreRequest
 from ridgeline.serve.service import PreparedRequest, Service
 
 Vectors = Sequence[list[float]]
 """Of all inputs, in order."""
 
 
-def embeddings(prepared: PreparedRequest, found: Vectors, body: EmbeddingRequest) -> dict[str, Any]:
-    """The answer of ``/v1/embeddings``: vectors of length 1, as floats or as the base64 of little-endian fp32."""
-    data = [
-        {"object": "embedding", "index": i, "embedding": _written(_cut(v, body), body)} for i, v in enumerate(found)
-    ]
-    return {"object": "list", "model": prepared.model, "data": data, "usage": _read(prepared)}
+def embeddings(prepared: PreparedRequest, found: Vectors, body: EmbeddingRequest) -> Response:
+    """The answer of ``/v1/embeddings``: vectors of length 1, as numbers, base64 or bytes."""
+    vectors = [_cut(v, body) for v in found]
+    return _encoded(prepared, vectors, body, ("embedding", "embedding"))
 
 
-def classes(prepared: PreparedRequest, found: Vectors, body: Classification, service: Service) -> dict[str, Any]:
+def classes(prepared: PreparedRequest, found: Vectors, body: Classification, service: Service) -> Response:
     """The answer of ``/classify``, as vLLM writes it: the likeliest label of each input, and all probabilities."""
     assert service.labels is not None
     data = []
@@ -32,42 +35,46 @@ def classes(prepared: PreparedRequest, found: Vectors, body: Classification, ser
         probs = _activated(logits, body, service)
         label = service.labels.names[probs.index(max(probs))]
         data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
-    return _listed(prepared, data)
+    return Json(_listed(prepared, data))
 
 
-def pooled(prepared: PreparedRequest, found: Vectors, body: PoolingRequest, service: Service) -> dict[str, Any]:
+def pooled(prepared: PreparedRequest, found: Vectors, body: PoolingRequest, service: Service) -> Response:
     """The answer of ``/pooling``: an embedding, or probabilities of classes, of each input."""
     if prepared.jobs[0].request.classify:
         made = [_activated(logits, body, service) for logits in found]
     else:
         made = [_cut(v, body) for v in found]
-    return _listed(prepared, [{"index": i, "object": "pooling", "data": _written(v, body)} for i, v in enumerate(made)])
+    return _encoded(prepared, made, body, ("pooling", "data"))
 
 
-def scores(prepared: PreparedRequest, found: Vectors, body: ScoreRequest) -> dict[str, Any]:
+def scores(prepared: PreparedRequest, found: Vectors, body: ScoreRequest, service: Service) -> Response:
     """The answer of ``/score``."""
-    made = _similar(found, body)
-    return _listed(prepared, [{"index": i, "object": "score", "score": score} for i, score in enumerate(made)])
+    made = _compared(prepared, found, body, service)
+    return Json(_listed(prepared, [{"index": i, "object": "score", "score": score} for i, score in enumerate(made)]))
 
 
-def ranks(prepared: PreparedRequest, found: Vectors, body: RerankRequest) -> dict[str, Any]:
+def ranks(prepared: PreparedRequest, found: Vectors, body: RerankRequest, service: Service) -> Response:
     """The answer of ``/rerank``, the most similar first."""
-    texts, made = body.texts()[1], _similar(found, body)
+    texts, made = body.texts()[1], _compared(prepared, found, body, service)
     order = sorted(range(len(made)), key=lambda i: -made[i])[: body.top_n or None]
     results = [
         {"index": i, **({"document": {"text": texts[i]}} if body.return_documents else {}), "relevance_score": made[i]}
         for i in order
     ]
-    return {"id": prepared.id, "model": prepared.model, "usage": _read(prepared), "results": results}
+    return Json({"id": prepared.id, "model": prepared.model, "usage": _read(prepared), "results": results})
 
 
-def _activated(logits: list[float], body: Classification | PoolingRequest, service: Service) -> list[float]:
+def _activated(logits: list[float], body: Read, service: Service) -> list[float]:
     assert service.labels is not None
     return logits if body.use_activation is False else service.labels.probabilities(logits)
 
 
-def _similar(found: Vectors, body: ScoreRequest | RerankRequest) -> list[float]:
-    """Cosine similarity of each pair."""
+def _compared(
+    prepared: PreparedRequest, found: Vectors, body: ScoreRequest | RerankRequest, service: Service
+) -> list[float]:
+    """A cross-encoder's score of each pair, or the cosine similarity of its embeddings."""
+    if prepared.jobs[0].request.classify:
+        return [_activated(logits, body, service)[0] for logits in found]
     count = len(body.texts()[0])
     units = [_unit(v) for v in found]
     first, second = units[:count], units[count:]
@@ -75,9 +82,9 @@ def _similar(found: Vectors, body: ScoreRequest | RerankRequest) -> list[float]:
     return [sum(a * b for a, b in zip(x, y, strict=True)) for x, y in pairs]
 
 
-def _cut(vector: list[float], body: EmbeddingRequest | PoolingRequest) -> list[float]:
+def _cut(vector: list[float], body: Encoded) -> list[float]:
     vector = vector[: body.dimensions]
-    return vector if body.normalize is False else _unit(vector)
+    return vector if body.normalize is False or body.use_activation is False else _unit(vector)
 
 
 def _unit(vector: list[float]) -> list[float]:
@@ -85,10 +92,41 @@ def _unit(vector: list[float]) -> list[float]:
     return [x / norm for x in vector]
 
 
-def _written(vector: list[float], body: EmbeddingRequest | PoolingRequest) -> Any:
-    if body.encoding_format == "float":
-        return vector
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+def _encoded(prepared: PreparedRequest, vectors: Vectors, body: Encoded, names: tuple[str, str]) -> Response:
+    """Vectors as the body asks for them; ``names``: of an entry, and of the vector in it."""
+    form = body.encoding_format
+    kind, field = names
+    if form in ("float", "base64"):
+        written: list[Any] = list(vectors)
+        if form == "base64":
+            written = [base64.b64encode(_bytes(v, body)).decode() for v in vectors]
+        return Json(_listed(prepared, [{"index": i, "object": kind, field: v} for i, v in enumerate(written)]))
+    parts = [_bytes(v, body) for v in vectors]
+    if form == "bytes_only":
+        return Response(b"".join(parts), media_type="application/octet-stream")
+    ends = list(accumulate(map(len, parts)))
+    items = [
+        {"index": i, "embed_dtype": body.embed_dtype, "endianness": body.endianness, "start": end - len(part),
+         "end": end, "shape": [len(vectors[i])]}
+        for i, (part, end) in enumerate(zip(parts, ends, strict=True))
+    ]  # fmt: skip
+    about = json.dumps(_listed(prepared, items), separators=(",", ":"))
+    return Response(b"".join(parts), media_type="application/octet-stream", headers={"metadata": about})
+
+
+def _bytes(vector: list[float], body: Encoded) -> bytes:
+    """A vector's numbers one after the other; ``bfloat16`` is sent as ``float16``, as vLLM does."""
+    import torch
+
+    dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.float16,
+             "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[body.embed_dtype]  # fmt: skip
+    numbers = torch.tensor(vector, dtype=torch.float32)
+    if body.embed_dtype == "bfloat16":
+        numbers = numbers.bfloat16().float()
+    made = numbers.to(dtype)
+    array = made.view(torch.uint8 if made.itemsize == 1 else made.dtype).numpy()
+    wanted = sys.byteorder if body.endianness == "native" else body.endianness
+    return (array if wanted == sys.byteorder else array.byteswap()).tobytes()
 
 
 def _listed(prepared: PreparedRequest, data: list[dict[str, Any]]) -> dict[str, Any]:

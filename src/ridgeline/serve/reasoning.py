@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from ridgeline.serve.request import Finish
 from ridgeline.serve.tool_calls import Piece, Reader, certain
+
+if TYPE_CHECKING:
+    from ridgeline.serve.detokenize import Vocabulary
 
 BEGIN, END = "<think>", "</think>"
 PARSERS = ("deepseek_r1", "qwen3")
@@ -21,11 +27,6 @@ class Reasoned:
         """Whether only whitespace has come of the part that is being read."""
         self.ends: Finish = inner.ends if inner is not None else "stop"
         self.empty: str | None = inner.empty if inner is not None else None
-
-    @property
-    def failed(self) -> bool:
-        """As :class:`Reader`."""
-        return self._inner is not None and self._inner.failed
 
     def push(self, text: str, last: bool = False) -> list[Piece]:
         """As :class:`Reader`."""
@@ -71,3 +72,46 @@ class Reasoned:
         if self._inner is not None:
             return self._inner.push(text, last)
         return [Piece(text)] if text else []
+
+
+class ReasoningCount:
+    """Counts the tokens of an output that are reasoning, between its markers."""
+
+    def __init__(self, vocabulary: Vocabulary, begun: bool) -> None:
+        """``begun``: the prompt ends within the reasoning."""
+        self._bytes, self._begun = vocabulary.bytes, begun
+        self._text, self._starts = b"", list[int]()
+        self._first: int | None = None
+        """Where in the text the reasoning begins."""
+        self._open = True
+        self.tokens = 0
+        """Tokens of reasoning so far."""
+
+    def push(self, tokens: Iterable[int]) -> None:
+        """Add tokens of the output."""
+        for token in tokens:
+            if not self._open:
+                return
+            self._starts.append(len(self._text))
+            self._text += self._bytes[token]
+            self._read(len(self._bytes[token]))
+
+    def _read(self, new: int) -> None:
+        begin, end = BEGIN.encode(), END.encode()
+        if self._first is None:
+            held = self._text.lstrip()
+            if held.startswith(begin):
+                self._first = len(self._text) - len(held) + len(begin)
+            elif begin.startswith(held):
+                return
+            elif self._begun:
+                self._first = 0
+            else:
+                self._open = False
+                return
+        at = self._text.find(end, max(self._first, len(self._text) - new - len(end)))
+        if at < 0:
+            self.tokens += self._starts[-1] >= self._first
+        else:
+            self._open = False
+            self.tokens = sum(self._first <= start < at for start in self._starts)

@@ -11,6 +11,7 @@ from ridgeline.serve.detokenize import Delta, Detokenizer, Entry, Vocabulary
 from ridgeline.serve.engine_loop import Failed, OutputStream
 from ridgeline.serve.http import error_body
 from ridgeline.serve.openai import Sampled
+from ridgeline.serve.reasoning import ReasoningCount
 from ridgeline.serve.request import Busy, TokenLogprob
 from ridgeline.serve.service import PreparedRequest
 from ridgeline.serve.tool_calls import Reader, gather
@@ -18,13 +19,15 @@ from ridgeline.serve.tool_calls import Reader, gather
 Choice = dict[str, Any]
 
 
-def usage(prepared: PreparedRequest, generated: int, cached: int) -> dict[str, Any]:
+def usage(prepared: PreparedRequest, generated: int, cached: int, reasoning: int) -> dict[str, Any]:
     """Tokens of a request; a prompt counts once, however many outputs it has."""
+    details = {} if prepared.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": reasoning}}
     return {
         "prompt_tokens": prepared.prompt_tokens,
         "completion_tokens": generated,
         "total_tokens": prepared.prompt_tokens + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
+        **details,
     }
 
 
@@ -82,6 +85,7 @@ class Writer:
         self._vocabulary = prepared.jobs[0].vocabulary
         self._name: Callable[[int], str] = _by_id if prepared.named_by_id else self._vocabulary.name
         self._generated: dict[int, int] = {}
+        self._reasoning: dict[int, ReasoningCount] = {}
         self._cached: dict[int, int] = {}
         self._begun: set[int] = set()
         self._readers: dict[int, Reader] = {}
@@ -95,7 +99,8 @@ class Writer:
     def usage(self) -> dict[str, Any]:
         """Token usage so far."""
         generated = 0 if self.prepared.silent else sum(self._generated.values())
-        return usage(self.prepared, generated, sum(self._cached.values()))
+        reasoning = sum(count.tokens for count in self._reasoning.values())
+        return usage(self.prepared, generated, sum(self._cached.values()), reasoning)
 
     def choice(self, delta: Delta) -> Choice:
         """A complete output."""
@@ -107,10 +112,13 @@ class Writer:
                 parts = gather(reader, delta.text)
                 if parts.reasoning:
                     message.update(content=parts.content or None)
-                    message.update(reasoning=parts.reasoning, reasoning_content=parts.reasoning)
+                    if not self.prepared.hides_reasoning:
+                        message.update(reasoning=parts.reasoning, reasoning_content=parts.reasoning)
                 if parts.calls:
                     message.update(content=parts.content or reader.empty, tool_calls=parts.calls)
                     delta.finish = reader.ends if delta.finish == "stop" else delta.finish
+            if self.prepared.echo:
+                message.update(content=self.prepared.texts[0] + (message["content"] or ""))
             body: Choice = {"message": message, "logprobs": self._chat_logprobs(delta)}
         else:
             body = {**self._completion(delta, first=True), **self.of_prompt(delta.job)}
@@ -150,6 +158,8 @@ class Writer:
         open_end = {"logprobs": None, "finish_reason": None}
         if self.chat and first:
             yield {"index": index, "delta": {"role": "assistant", "content": ""}, **open_end}
+            if self.prepared.echo:
+                yield {"index": index, "delta": {"content": self.prepared.texts[0]}, **open_end}
         self._count(delta)
         if not self.chat:
             if delta.text or delta.entries or delta.finish or self._ids_of(delta) or (first and self.prepared.echo):
@@ -172,7 +182,8 @@ class Writer:
             self._readers[index], self._late[index] = self.prepared.reader(), Delta(delta.job, delta.index)
         reader, late = self._readers[index], self._late[index]
         late.entries, late.tokens = late.entries + delta.entries, late.tokens + delta.tokens
-        pieces = [p.delta for p in reader.push(delta.text, last=bool(delta.finish))]
+        hidden = self.prepared.hides_reasoning
+        pieces = [p.delta for p in reader.push(delta.text, last=bool(delta.finish)) if not (hidden and p.reasoning)]
         if any("tool_calls" in p for p in pieces):
             self._called.add(index)
         if delta.finish and (late.entries or self._ids_of(late)) and not pieces:
@@ -191,6 +202,10 @@ class Writer:
     def _count(self, delta: Delta) -> int:
         index = delta.job * self._outputs + delta.index
         self._generated[index] = delta.generated
+        if self.prepared.reasoning is not None:
+            if index not in self._reasoning:
+                self._reasoning[index] = ReasoningCount(self._vocabulary, self.prepared.reasoning)
+            self._reasoning[index].push(delta.tokens)
         if delta.prompt_logprobs is not None:
             self._prompts[delta.job] = delta.prompt_logprobs
         self._cached[delta.job] = max(self._cached.get(delta.job, 0), delta.cached_tokens)

@@ -34,6 +34,8 @@ class NotFound(Invalid):
 
 TOO_LONG = "context_length_exceeded"
 """The OpenAI API's code for a request that does not fit the context."""
+SHORTEN = "Please reduce the length of the input prompt"
+"""What to do then; clients look for these words, as vLLM has them."""
 GREEDY_BELOW = 1e-5
 """Temperature below which the likeliest token is taken: logits over less leave fp32's range (vLLM's bound)."""
 
@@ -107,6 +109,8 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
     """Report the log-probability of each token, and of this many most likely ones."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Report those of these tokens instead of the most likely ones'."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, from its second on."""
     grammar: Grammar | None = None
@@ -167,7 +171,8 @@ class Sampling:
         for param in ("logprobs", "prompt_logprobs"):
             count = getattr(self, param)
             needs(count is None or 0 <= count <= 20, param, f"is {count}, outside 0 to 20", "ask for fewer")
-        named = {name: getattr(self, name) for name in ("logit_bias", "stop_token_ids", "allowed_token_ids")}
+        fields = ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+        named = {name: getattr(self, name) for name in fields}
         for param, ids in named.items():
             bad = next((i for i in ids if not 0 <= i < vocab_size), None)
             needs(bad is None, param, f"names token {bad} of a vocabulary of {vocab_size}", "use its ids")
@@ -195,6 +200,8 @@ class EngineRequest:
     """With ``embed``: return the logits of the model's classes instead."""
     watch: Callable[[], Watch] | None = None
     """Makes what finds the stop strings of one output; of outputs that are ranked, whose text nobody reads before."""
+    token_types: Sequence[int] = ()
+    """The kind of each token (BERT's segments); empty: all are of kind 0."""
     prefill_at: str = ""
     """Address (host:port) of the server that computes the prompt; empty: this one."""
 
@@ -205,12 +212,15 @@ def check_request(request: EngineRequest, spec: ModelSpec, context: int) -> None
     if not n:
         raise Invalid("prompt", "is empty", "give at least one token")
     if n > context or (not request.embed and n == context):
-        raise Invalid("prompt", f"has {n} tokens, and the context is {context}", "send a shorter prompt", TOO_LONG)
+        what = f"has {n} tokens, and the model's maximum context length is {context}"
+        raise Invalid("prompt", what, SHORTEN, TOO_LONG)
     bad = next((t for t in request.prompt if not 0 <= t < spec.vocab_size), None)
     if bad is not None:
         raise Invalid("prompt", f"holds token {bad} of a vocabulary of {spec.vocab_size}", "use its ids")
     if request.classify and not (request.embed and spec.head == "classify"):
         raise Invalid("model", f"{spec.name} has no classes", "serve a checkpoint for sequence classification")
+    if request.token_types and (len(request.token_types) != n or max(request.token_types) >= spec.token_types):
+        raise Invalid("prompt", f"has kinds of tokens that {spec.name} does not know", "serve a cross-encoder")
     if request.embed:
         return
     if not spec.causal:

@@ -13,6 +13,7 @@ from typing import Any
 from ridgeline.serve.chat import CalledFunction, Message, ToolCall, is_object
 from ridgeline.serve.detokenize import Delta, Entry
 from ridgeline.serve.engine_loop import Failed, OutputStream
+from ridgeline.serve.reasoning import ReasoningCount
 from ridgeline.serve.replies import chat_logprobs
 from ridgeline.serve.request import Busy, NotFound
 from ridgeline.serve.response_bodies import ResponseRequest
@@ -67,7 +68,8 @@ class Responses:
         talk = [*before, *body.messages()]
         made = self.service.chat(body.chat(talk, self.service.max_model_len), key)
         name = f"resp_{secrets.token_hex(24)}"
-        return PreparedResponse(name, made.model, made.jobs, reader=made.reader, body=body, talk=talk, owner=owner)
+        return PreparedResponse(name, made.model, made.jobs, reader=made.reader,
+                                reasoning=made.reasoning, body=body, talk=talk, owner=owner)  # fmt: skip
 
     def get(self, name: str, key: bytes) -> dict[str, Any] | None:
         """A stored response of this key."""
@@ -133,6 +135,7 @@ class Writer:
         self._open = False
         """Whether the last item may still grow."""
         self._usage: tuple[int, int] | None = None
+        self._reasoning = ReasoningCount(prepared.jobs[0].vocabulary, bool(prepared.reasoning))
         self._late: list[Entry] = []
 
     def read(self, delta: Delta) -> Iterator[Event]:
@@ -140,6 +143,8 @@ class Writer:
         if delta.finish in ("error", "abort"):
             self.status, self.error = "failed", delta.error or "the server ended before the output did"
         self._usage = (delta.generated, delta.cached_tokens)
+        if self.prepared.reasoning is not None:
+            self._reasoning.push(delta.tokens)
         self._late += delta.entries
         last = bool(delta.finish)
         pieces = self._reader.push(delta.text, last) if self._reader is not None else []
@@ -202,7 +207,7 @@ class Writer:
         (generated, cached), prompt = self._usage, self.prepared.prompt_tokens
         return {
             "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached}, "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + generated,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning.tokens}, "total_tokens": prompt + generated,
         }  # fmt: skip
 
     def _at(self, part: bool = False) -> dict[str, Any]:

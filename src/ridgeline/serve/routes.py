@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,19 +15,16 @@ from ridgeline.serve.chat import ChatCompletion, Tokenize
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.engine_loop import EngineLoop, OutputStream
 from ridgeline.serve.fields import Body
-from ridgeline.serve.http import ClientDisconnected, EventStream, Json, bearer, refusal, unless_gone
-from ridgeline.serve.openai import (
-    Classification,
-    Completion,
-    Detokenize,
-    EmbeddingRequest,
-    LoadAdapter,
-    UnloadAdapter,
-)
+from ridgeline.serve.http import ClientDisconnected, EventStream, Json, Passed, bearer, refusal, unless_gone
+from ridgeline.serve.message_bodies import Counted, MessageRequest
+from ridgeline.serve.messages import Messages
+from ridgeline.serve.openai import Completion, Detokenize, LoadAdapter, UnloadAdapter
+from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, PoolingRequest
+from ridgeline.serve.reading import Reading
 from ridgeline.serve.request import Invalid
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
-from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
+from ridgeline.serve.scoring import PAIRS, RerankRequest, ScoreRequest
 from ridgeline.serve.service import PreparedRequest, Service
 from ridgeline.serve.transfer.secret import HEADER
 
@@ -96,14 +94,14 @@ async def answer(
 
 async def read(
     loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], PreparedRequest], body: T,
-    write: Callable[[PreparedRequest, list[list[float]]], Any],
+    write: Callable[[PreparedRequest, list[list[float]]], Response],
 ) -> Response:  # fmt: skip
     """Prepare off the event loop, pool all prompts, respond; aborted when the client disconnects."""
 
     async def work() -> Response:
         prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
         found = await loop.vectors(prepared.jobs)
-        return Json(await asyncio.to_thread(write, prepared, found))
+        return await asyncio.to_thread(write, prepared, found)
 
     try:
         return await unless_gone(request.receive, work())
@@ -133,37 +131,53 @@ def generation_routes(app: FastAPI, service: Service) -> None:
 
 def pooling_routes(app: FastAPI, service: Service) -> None:
     """Embeddings, classes, and how similar texts are."""
-    loop = service.loop
+    loop, reading = service.loop, Reading(service)
 
     @app.post("/v1/embeddings", responses=_REFUSALS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Vectors of texts."""
-        return await read(loop, request, service.embedding, body, lambda a, v: pooled_replies.embeddings(a, v, body))
+        return await read(loop, request, reading.embedding, body, lambda a, v: pooled_replies.embeddings(a, v, body))
 
     @app.post("/classify", responses=_REFUSALS)
     async def classify(body: Classification, request: Request) -> Response:
         """Classes of texts, of a model for sequence classification."""
         return await read(
-            loop, request, service.classification, body, lambda a, v: pooled_replies.classes(a, v, body, service)
+            loop, request, reading.classification, body, lambda a, v: pooled_replies.classes(a, v, body, service)
         )
 
     @app.post("/pooling", responses=_REFUSALS)
     async def pooling(body: PoolingRequest, request: Request) -> Response:
         """Embeddings, or probabilities of classes."""
-        return await read(loop, request, service.pooled, body, lambda a, v: pooled_replies.pooled(a, v, body, service))
+        return await read(loop, request, reading.pooled, body, lambda a, v: pooled_replies.pooled(a, v, body, service))
 
     @app.post("/score", responses=_REFUSALS)
     @app.post("/v1/score", responses=_REFUSALS)
     async def score(body: ScoreRequest, request: Request) -> Response:
         """Similarity of pairs of texts."""
-        return await read(loop, request, service.scored, body, lambda a, v: pooled_replies.scores(a, v, body))
+        return await read(loop, request, reading.scored, body, lambda a, v: pooled_replies.scores(a, v, body, service))
 
     @app.post("/rerank", responses=_REFUSALS)
     @app.post("/v1/rerank", responses=_REFUSALS)
     @app.post("/v2/rerank", responses=_REFUSALS)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Documents by their similarity to a query."""
-        return await read(loop, request, service.scored, body, lambda a, v: pooled_replies.ranks(a, v, body))
+        return await read(loop, request, reading.scored, body, lambda a, v: pooled_replies.ranks(a, v, body, service))
+
+
+def message_routes(app: FastAPI, service: Service) -> None:
+    """Anthropic's Messages API."""
+    known = Messages(service)
+
+    @app.post("/v1/messages", responses=_GENERATED)
+    async def message(body: MessageRequest, request: Request) -> Response:
+        """Answer a conversation with a list of blocks."""
+        stream = known.events if body.stream else None
+        return await answer(service.loop, request, known.prepare, body, known.whole, stream, typed=True)
+
+    @app.post("/v1/messages/count_tokens", responses=_REFUSALS)
+    async def count_tokens(body: Counted, request: Request) -> Response:
+        """Tokens of a prompt."""
+        return Json({"input_tokens": await asyncio.to_thread(known.count, body)})
 
 
 def response_routes(app: FastAPI, service: Service) -> None:
@@ -199,6 +213,37 @@ def response_routes(app: FastAPI, service: Service) -> None:
 
 def _unknown(name: str) -> Response:
     return refusal(404, f"response {name[:100]!r} not found: it is not stored here (any more)")
+
+
+def invocation_route(app: FastAPI, service: Service) -> None:
+    """SageMaker's one route for whatever the model does, told apart by the fields of the body."""
+
+    @app.post("/invocations", responses=_REFUSALS, include_in_schema=False)
+    async def invocations(request: Request) -> Response:
+        """What the route for such a body answers."""
+        raw = await request.body()
+        try:
+            body = await asyncio.to_thread(json.loads, raw)
+        except (ValueError, RecursionError):
+            body = None
+        path = _route_for(body if isinstance(body, dict) else {}, service)
+        if path is None:
+            return refusal(400, "the body is no request of a known kind: give prompt, messages, input, or documents")
+        return Passed(app.router, path, raw)
+
+
+def _route_for(body: dict[str, Any], service: Service) -> str | None:
+    """The path of the route that takes such a body."""
+    if "query" in body:
+        return "/rerank"
+    if any(set(pair) <= set(body) for pair in PAIRS):
+        return "/score"
+    reads = "/classify" if service.labels is not None else "/v1/embeddings"
+    if "input" in body:
+        return reads
+    if "messages" in body:
+        return "/v1/chat/completions" if service.loop.engine.spec.causal else reads
+    return "/v1/completions" if "prompt" in body else None
 
 
 def model_routes(app: FastAPI, service: Service) -> None:

@@ -49,6 +49,8 @@ class PackedStep:
     slots: list[int] = field(default_factory=list)
     """Slots for its keys and values."""
     pieces: list[Piece] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    """The kind of each token; empty: all are of kind 0."""
 
 
 class Runner:
@@ -84,6 +86,8 @@ class Runner:
         self.layout.kernel = find_kernel(self.device, weight.dtype, kind, spec.cached_dim) if self.keeps else None
         self.after_layer: Callable[[int], None] | None = None
         """Called when a layer has written its keys and values, with its number; not by the decoder below."""
+        self.kinds: Tensor | None = None
+        """The kind of each row of this step, [1, T]; None: all are of kind 0."""
         self.decoder: Decoder | None = None
         """All layers in one kernel, for steps of one new token for each sequence."""
         self._described: Pool | None = None
@@ -103,8 +107,11 @@ class Runner:
     def describe(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> PackedStep:
         """A step as plain numbers."""
         step = PackedStep(copies)
+        some = any(seq.group.request.token_types for seq, _ in batch)
         for seq, n in batch:
             start, stop = seq.n_computed, seq.n_computed + n
+            if some:
+                step.kinds += (seq.group.request.token_types or [0] * len(seq.tokens))[start:stop]
             known = len(seq.tokens)
             step.ids += seq.tokens[start:stop] if stop <= known else (seq.tokens + seq.draft)[start:stop]
             row = len(step.at)
@@ -126,14 +133,20 @@ class Runner:
         if self.layout.kernel is not None:
             self.layout.singles = singles(step.pieces, self.block_size, self.device)
         ids, at = torch.tensor([step.ids, step.at], device=self.device)
+        self.kinds = torch.tensor([step.kinds], device=self.device) if step.kinds else None
+        compute = self.compute if self.kinds is None else self.forward  # recorded passes have one kind
         if not self.padded:
-            return self.compute(ids[None], at)
+            return compute(ids[None], at)
         counts = torch.tensor([p.stop - p.start for p in step.pieces], device=self.device)
         self.layout.real = torch.arange(int(counts.max()), device=self.device) < counts[:, None]
         real = self.layout.real.flatten()
         wide = torch.zeros((2, len(real)), dtype=torch.long, device=self.device)  # a pad is token 0 at place 0
         wide[:, real] = torch.stack([ids, at])
-        return self.compute(wide[:1], wide[1])[real]
+        if self.kinds is not None:
+            spread = torch.zeros_like(wide[:1])
+            spread[:, real] = self.kinds
+            self.kinds = spread
+        return compute(wide[:1], wide[1])[real]
 
     def _piece(self, seq: Sequence, row: int, start: int, stop: int, slots: list[int]) -> Piece:
         n, size = stop - start, self.block_size
@@ -157,7 +170,7 @@ class Runner:
     def embed(self, ids: Tensor, at: Tensor) -> Tensor:
         """What the first layer reads, [1, T, H]."""
         assert self.model.embed is not None
-        x: Tensor = self.model.embed(ids, at[None], None)
+        x: Tensor = self.model.embed(ids, at[None], self.kinds)
         return x
 
     def layers(self, x: Tensor, at: Tensor) -> Tensor:

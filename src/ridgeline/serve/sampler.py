@@ -8,7 +8,8 @@ Shapes: R rows, V vocabulary, C candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -166,6 +167,13 @@ class Sampler:
         values = values - whole[:, None]
         rows = zip(tokens, chosen.tolist(), ids.tolist(), values.tolist(), tops, strict=True)
         return [TokenLogprob(t, p, tuple(zip(i[:n], v[:n], strict=True))) for t, p, i, v, n in rows]
+
+    @staticmethod
+    def named(logits: Tensor, found: TokenLogprob, tokens: Iterable[int]) -> TokenLogprob:
+        """``found`` of a row of unchanged ``logits`` [V]; its own token and ``tokens`` replace the likeliest."""
+        ids = list(dict.fromkeys([found.token, *tokens]))
+        values = logits[torch.tensor(ids, device=logits.device)] - logits.logsumexp(0)
+        return replace(found, top=tuple(zip(ids, values.tolist(), strict=True)))
 
 
 def _by_kernel(logits: Tensor, seqs: list[Sequence]) -> list[int]:

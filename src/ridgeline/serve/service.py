@@ -9,20 +9,35 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ridgeline.data.examples import BadRecord, Template
 from ridgeline.serve.chat import ChatCompletion, Message, Tokenize
 from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.engine_loop import EngineLoop
-from ridgeline.serve.fields import prompts_of
+from ridgeline.serve.fields import Side, prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
-from ridgeline.serve.openai import Classification, Completion, EmbeddingRequest, Sampled
+from ridgeline.serve.openai import Completion, Sampled
 from ridgeline.serve.reasoning import BEGIN, Reasoned
-from ridgeline.serve.request import TOO_LONG, EngineRequest, Invalid, Pooling, Sampling
-from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
+from ridgeline.serve.request import SHORTEN, TOO_LONG, EngineRequest, Invalid, Pooling, Sampling
 from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
+
+
+class Conversation(Protocol):
+    """How a body has its conversation rendered."""
+
+    @property
+    def add_generation_prompt(self) -> bool:
+        """Whether to begin the answer."""
+
+    @property
+    def continue_final_message(self) -> bool:
+        """Whether to leave the last message open."""
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
 
 
 class NoModel(UserError):
@@ -38,11 +53,14 @@ class PreparedRequest:
     jobs: list[ServeJob]
     echo: bool = False
     texts: list[str] = field(default_factory=list)
-    """The prompts as text, where they are echoed."""
+    """The prompts as text, where they are echoed; of a chat, the text that its answer begins with."""
     silent: bool = False
     """``max_tokens`` is 0: only the prompt's log-probabilities are requested."""
     reader: Callable[[], Reader] | None = None
     """Makes what finds the calls of functions in one output; None: it is text."""
+    reasoning: bool | None = None
+    """Whether the prompt ends within reasoning; None: reasoning is not told apart."""
+    hides_reasoning: bool = False
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to report at each place of the prompt."""
     token_ids: bool = False
@@ -186,7 +204,8 @@ class Service:
             prompt_logprobs=max((n for n in (body.logprobs if body.echo else None, body.prompt_logprobs)
                                  if n is not None), default=None),
         )  # fmt: skip
-        prompts = self._prompts(given, "prompt", body.add_special_tokens, body.truncate_prompt_tokens)
+        prompts = self.prompts(given, "prompt", body.add_special_tokens, body.truncate_prompt_tokens,
+                               body.truncation_side)  # fmt: skip
         prepared = self._prepared("cmpl", body, prompts, sampling, key)
         prepared.echo, prepared.silent = body.echo, silent
         if body.echo:
@@ -204,22 +223,26 @@ class Service:
         if body.choice == "auto" and self.calls is not None and self.calls.special:
             body = body.model_copy(update={"skip_special_tokens": False})
         sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=body.prompt_logprobs)
-        prompt = self._chat_prompt(body, body.messages, body.truncate_prompt_tokens)
+        prompt = self.chat_prompt(body, body.messages, body.truncate_prompt_tokens, body.truncation_side,
+                                  body.add_special_tokens)  # fmt: skip
         if wanted is None:
             room = max(1, self.max_model_len - len(prompt))
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
-        prepared.reader = self._reasoned(reader, prompt, sampling.grammar is not None)
+        prepared.reader = reader
+        if (begun := self._begun(prompt, sampling.grammar is not None)) is not None:
+            prepared.reader = lambda: Reasoned(begun, reader() if reader is not None else None)
+            prepared.reasoning, prepared.hides_reasoning = begun, not body.include_reasoning
+        last = body.messages[-1]
+        if body.echo and last.role == "assistant":
+            prepared.echo, prepared.texts = True, [last.plain()["content"]]
         return prepared
 
-    def _reasoned(
-        self, reader: Callable[[], Reader] | None, prompt: Sequence[int], structure: bool
-    ) -> Callable[[], Reader] | None:
-        """``reader`` behind what finds reasoning, for which a ``structure`` leaves no room."""
+    def _begun(self, prompt: Sequence[int], structure: bool) -> bool | None:
+        """Whether the prompt ends within reasoning; None where none is told apart: a ``structure`` leaves no room."""
         if structure or not self.reasons:
-            return reader
-        begun = self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip().endswith(BEGIN)
-        return lambda: Reasoned(begun, reader() if reader is not None else None)
+            return None
+        return self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip().endswith(BEGIN)
 
     def _reader(self, body: ChatCompletion) -> Callable[[], Reader] | None:
         """What finds calls in the outputs. Raises :class:`Invalid` where the model cannot make any on its own."""
@@ -259,94 +282,33 @@ class Service:
         words = [form for word in body.bad_words or () for form in (word, f" {word.lstrip()}")]
         return tuple(dict.fromkeys(tuple(self._encode(word, "bad_words", special=False)) for word in words))
 
-    def embedding(self, body: EmbeddingRequest, key: bytes) -> PreparedRequest:
-        """The jobs of embeddings. Raises :class:`Invalid`."""
-        self._cuttable(body.dimensions)
-        return self._read("embd", body, self._inputs(body), _salt(key, body.cache_salt), False)
-
-    def classification(self, body: Classification, key: bytes) -> PreparedRequest:
-        """The jobs of classifications. Raises :class:`Invalid`."""
-        return self._read("classify", body, self._inputs(body), _salt(key, None), True)
-
-    def pooled(self, body: PoolingRequest, key: bytes) -> PreparedRequest:
-        """The jobs of ``/pooling``. Raises :class:`Invalid`."""
-        classify = self.labels is not None if body.task is None else body.task == "classify"
-        for name in ("dimensions", "normalize") if classify else ("use_activation",):
-            if getattr(body, name) is not None:
-                what = f"has an effect on {'embeddings' if classify else 'classes'} only"
-                raise Invalid(name, what, "leave it out")
-        self._cuttable(body.dimensions)
-        return self._read("pool", body, self._inputs(body), _salt(key, body.cache_salt), classify)
-
-    def scored(self, body: ScoreRequest | RerankRequest, key: bytes) -> PreparedRequest:
-        """The jobs of the texts that are compared: the first ones of all pairs, then the second ones. Raises
-        :class:`Invalid`."""
-        if self.labels is not None:
-            what = "is a classifier, and would need the token types of pairs, which are not served"
-            raise Invalid("model", what, "serve a model that makes embeddings")
-        prompts = [
-            p
-            for name, texts in zip(body.names, body.texts(), strict=True)
-            for p in self._prompts(texts, name, True, body.truncate_prompt_tokens)
-        ]
-        return self._read("score", body, prompts, _salt(key, None), False)
-
-    def _inputs(self, body: EmbeddingRequest | Classification | PoolingRequest) -> list[list[int]]:
-        return self._prompts(prompts_of(body.input, "input"), "input", True, body.truncate_prompt_tokens)
-
-    def _cuttable(self, dimensions: int | None) -> None:
-        """Raise :class:`Invalid` where embeddings cannot be cut to ``dimensions``."""
-        if dimensions is None:
-            return
-        if self.dimensions is not None and dimensions not in self.dimensions:
-            what = f"is {dimensions}, and the model was not trained for embeddings of this length"
-            known = ", ".join(map(str, sorted(self.dimensions)))
-            raise Invalid("dimensions", what, f"give one of {known}" if known else "leave it out")
-        width = self.loop.engine.spec.hidden_size
-        if not 1 <= dimensions <= width:
-            raise Invalid("dimensions", f"is {dimensions}, outside 1 to {width}", "give a length inside")
-
-    def _read(
-        self, kind: str, body: EmbeddingRequest | Classification | PoolingRequest | ScoreRequest | RerankRequest,
-        prompts: Sequence[list[int]], salt: bytes, classify: bool,
-    ) -> PreparedRequest:  # fmt: skip
-        """The jobs of prompts that are pooled, not continued."""
-        adapter, base = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
-        jobs = [
-            ServeJob(
-                EngineRequest(f"{base}-{i}", prompt, adapter=adapter, salt=salt, priority=body.priority, embed=True,
-                              pooling=self.pooling, classify=classify),
-                self.vocabulary, i,
-            )
-            for i, prompt in enumerate(prompts)
-        ]  # fmt: skip
-        return PreparedRequest(base, body.model or self.name, jobs)
-
     def tokens(self, body: Tokenize) -> list[int]:
         """Token ids of a text, or of a conversation. Raises :class:`Invalid`."""
         if (body.prompt is None) == (body.messages is None):
             raise Invalid("prompt", "give a prompt, or messages, and not both", "leave one out")
         if body.messages is not None:
-            return self._chat_prompt(body, body.messages)
-        return self._encode(body.prompt or "", "prompt", body.add_special_tokens)
+            return self.chat_prompt(body, body.messages, special=bool(body.add_special_tokens))
+        return self._encode(body.prompt or "", "prompt", body.add_special_tokens is not False)
 
-    def _chat_prompt(
-        self, body: ChatCompletion | Tokenize, messages: Sequence[Message], most: int | None = None
-    ) -> list[int]:
+    def chat_prompt(
+        self, body: Conversation, messages: Sequence[Message], most: int | None = None, side: Side | None = None,
+        special: bool = False,
+    ) -> list[int]:  # fmt: skip
         """The prompt of a chat. Raises :class:`Invalid`."""
         if body.continue_final_message and body.add_generation_prompt:
-            what = "does not go with add_generation_prompt, which begins another message"
+            what = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
             raise Invalid("continue_final_message", what, "set add_generation_prompt to false")
         return self.conversation(
-            messages, body.add_generation_prompt, body.continue_final_message, most, **body.variables
+            messages, body.add_generation_prompt, body.continue_final_message, most, side, special, **body.variables
         )
 
     def conversation(
         self, messages: Sequence[Message], prompt: bool, open_end: bool = False, most: int | None = None,
-        **variables: Any,
+        side: Side | None = None, special: bool = False, **variables: Any,
     ) -> list[int]:  # fmt: skip
         """A conversation rendered by the checkpoint's template; with ``open_end`` it ends with the last message's text.
-        ``most``: as for :meth:`_cut`. Raises :class:`Invalid`."""
+        ``most``, ``side``: as for :meth:`_cut`; ``special``: add the tokenizer's special tokens too. Raises
+        :class:`Invalid`."""
         if self.template is None:
             raise Invalid("messages", "the checkpoint has no chat template", "use /v1/completions, or --chat-template")
         try:
@@ -358,40 +320,50 @@ class Service:
                 text = _until(text, plain[-1]["content"])
         except BadRecord as e:
             raise Invalid("messages", str(e), "write messages that the template takes") from None
-        tokens = self._cut(self._encode(text, "messages", special=False), most)
-        self._fits(tokens, "messages")
+        tokens = self._cut(self._encode(text, "messages", special), most, side)
+        self.fits(tokens, "messages")
         return tokens
 
-    def _cut(self, tokens: list[int], most: int | None) -> list[int]:
-        """The last ``most`` tokens (-1: as many as the context takes with one to generate); None: all."""
-        if most is None:
-            return tokens
-        if most > self.max_model_len:
+    def longest_kept(self, most: int | None) -> int | None:
+        """How many tokens of a prompt are kept where a request asks for ``most`` (-1: as many as the context takes
+        with one to generate; of an encoder all that it takes). Raises :class:`Invalid` for more than those."""
+        if most == -1:
+            return self.max_model_len - 1 if self.loop.engine.spec.causal else self.max_model_len
+        if most is not None and most > self.max_model_len:
             what = f"is {most}, and the context is {self.max_model_len}"
-            raise Invalid("truncate_prompt_tokens", what, "give less, or -1 for as many as it takes")
-        return tokens[max(0, len(tokens) - (self.max_model_len - 1 if most == -1 else most)) :]
+            raise Invalid("truncate_prompt_tokens", what, "Please request a smaller truncation size.")
+        return most
 
-    def _prompts(
-        self, given: Sequence[str | list[int]], param: str, special: bool, most: int | None = None
-    ) -> list[list[int]]:
+    def _cut(self, tokens: list[int], most: int | None, side: Side | None = None) -> list[int]:
+        """What is kept of ``tokens``: the last ones, or with ``side`` "right" the first."""
+        kept = self.longest_kept(most)
+        if kept is None:
+            return tokens
+        return tokens[:kept] if side == "right" else tokens[max(0, len(tokens) - kept) :]
+
+    def prompts(
+        self, given: Sequence[str | list[int]], param: str, special: bool, most: int | None = None,
+        side: Side | None = None,
+    ) -> list[list[int]]:  # fmt: skip
+        """Token ids of texts (or token ids), cut where that is asked for. Raises :class:`Invalid`."""
         for text in given:
             if isinstance(text, str):
-                self._short(text, param)
+                self.short(text, param)
         prompts = []
         for one in given:
-            prompt = self._cut(self._encode(one, param, special) if isinstance(one, str) else one, most)
+            prompt = self._cut(self._encode(one, param, special) if isinstance(one, str) else one, most, side)
             if not prompt:
                 raise Invalid(param, "has no tokens", "give at least one")
-            self._fits(prompt, param)
+            self.fits(prompt, param)
             self.known(prompt, param)
             prompts.append(prompt)
         return prompts
 
     def _encode(self, text: str, param: str, special: bool) -> list[int]:
-        self._short(text, param)
+        self.short(text, param)
         return self.vocabulary.encode(text, special)
 
-    def _short(self, text: str, param: str) -> None:
+    def short(self, text: str, param: str) -> None:
         """Raise :class:`Invalid` for a text that no tokens of one context can stand for, before it is tokenized."""
         most = self.max_model_len * self.vocabulary.longest
         try:
@@ -400,12 +372,13 @@ class Service:
             raise Invalid(param, "makes a text with half a surrogate pair in it", "send whole characters") from None
         if size > most:
             what = f"has {size} bytes of text, where the context of {self.max_model_len} tokens takes {most} at most"
-            raise Invalid(param, what, "send less", TOO_LONG)
+            raise Invalid(param, what, SHORTEN, TOO_LONG)
 
-    def _fits(self, tokens: Sequence[int], param: str) -> None:
+    def fits(self, tokens: Sequence[int], param: str) -> None:
+        """Raise :class:`Invalid` for more tokens than the context has."""
         if len(tokens) > self.max_model_len:
-            what = f"has {len(tokens)} tokens, and the context is {self.max_model_len}"
-            raise Invalid(param, what, "send a shorter one", TOO_LONG)
+            what = f"has {len(tokens)} tokens, and the model's maximum context length is {self.max_model_len}"
+            raise Invalid(param, what, SHORTEN, TOO_LONG)
 
     def known(self, tokens: Sequence[int], param: str) -> None:
         """Raise :class:`Invalid` for a token that the model does not have."""
@@ -415,7 +388,7 @@ class Service:
     def _prepared(
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
     ) -> PreparedRequest:
-        adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", _salt(key, body.cache_salt)
+        adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", salt_of(key, body.cache_salt)
         grammars = [sampling.grammar.fresh() if isinstance(sampling.grammar, Matcher) else None for _ in prompts]
         jobs = [
             ServeJob(
@@ -439,7 +412,7 @@ def _until(text: str, last: str) -> str:
     return text[:ends] if text[begins:ends] == last.lstrip() else text[: begins + len(last.strip())]
 
 
-def _salt(key: bytes, own: str | None) -> bytes:
+def salt_of(key: bytes, own: str | None) -> bytes:
     """Clients share cached prompts only with themselves; without keys, all share. ``own`` narrows it further."""
     if not key and own is None:
         return b""

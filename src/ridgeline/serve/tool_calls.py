@@ -81,10 +81,6 @@ class Reader(Protocol):
     empty: str | None
     """The content of an output with nothing but calls."""
 
-    @property
-    def failed(self) -> bool:
-        """Whether a call that was given out has turned out not to be one."""
-
     def push(self, text: str, last: bool = False) -> list[Piece]:
         """What is certain after ``text``; with ``last`` all the rest."""
 
@@ -99,7 +95,7 @@ class Parts:
 
 
 def gather(reader: Reader, text: str) -> Parts:
-    """The parts of a whole output; all that is not reasoning is text where something is wrong with a call."""
+    """The parts of a whole output: what its pieces in a stream add up to."""
     content = reasoning = ""
     calls: list[dict[str, Any]] = []
     for piece in reader.push(text, last=True):
@@ -110,15 +106,12 @@ def gather(reader: Reader, text: str) -> Parts:
             calls.append({"id": piece.id, "type": "function", "function": function})
         else:
             calls[-1]["function"]["arguments"] += piece.arguments
-    if reader.failed:
-        return Parts(text[text.find(reasoning) + len(reasoning) :] if reasoning else text, reasoning, [])
     return Parts(content, reasoning, calls)
 
 
 class Named:
     """An output that is the arguments of one function, whose name is known."""
 
-    failed = False
     empty: str | None = ""
     ends: Finish = "stop"
 
@@ -149,7 +142,6 @@ class Calls:
         self.empty = "" if form is LIST else None
         self._inside = not form.begin
         """Whether calls are expected rather than text."""
-        self.failed = False
 
     def push(self, text: str, last: bool = False) -> list[Piece]:
         """As :class:`Reader`."""
@@ -207,7 +199,7 @@ class Calls:
     def _call(self, call: _Object, found: list[Piece], last: bool) -> bool:
         self._held = call.push(self._held)
         ended = call.done or last
-        if ended and call.sent < 0 and not call.sound and (call.done or not call.fresh()):
+        if ended and call.sent < 0 and not call.sound and not call.fresh():
             self._object = None
             self._give_up(found, call.raw + self._held)
             return False
@@ -219,7 +211,7 @@ class Calls:
             found.append(Piece(call=self._count - 1, arguments=arguments))
             call.sent += len(arguments)
         if call.done:
-            self.failed, self._object = self.failed or not call.sound, None
+            self._object = None
         return call.done
 
     def _give_up(self, found: list[Piece], text: str) -> None:

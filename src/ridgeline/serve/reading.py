@@ -1,0 +1,124 @@
+"""Requests whose prompts are read, not continued, as the engine's: embeddings, classes, pairs that are compared."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ridgeline.serve.detokenize import ServeJob
+from ridgeline.serve.fields import prompts_of
+from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, Given, PoolingRequest, Read
+from ridgeline.serve.request import EngineRequest, Invalid
+from ridgeline.serve.scoring import RerankRequest, ScoreRequest
+from ridgeline.serve.service import PreparedRequest, Service, salt_of
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens, and for each the kind that it is of (none: all of kind 0)."""
+
+    tokens: list[int]
+    kinds: list[int] = field(default_factory=list)
+
+
+class Reading:
+    """The requests of one service. Everything may take long for long prompts, and runs off the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def embedding(self, body: EmbeddingRequest, key: bytes) -> PreparedRequest:
+        """The jobs of embeddings. Raises :class:`Invalid`."""
+        self._cuttable(body.dimensions)
+        return self._read("embd", body, self._inputs(body), salt_of(key, body.cache_salt), False)
+
+    def classification(self, body: Classification, key: bytes) -> PreparedRequest:
+        """The jobs of classifications. Raises :class:`Invalid`."""
+        return self._read("classify", body, self._inputs(body), salt_of(key, body.cache_salt), True)
+
+    def pooled(self, body: PoolingRequest, key: bytes) -> PreparedRequest:
+        """The jobs of ``/pooling``. Raises :class:`Invalid`."""
+        classify = self.service.labels is not None if body.task is None else body.task == "classify"
+        for name in ("dimensions", "normalize") if classify else ():
+            if getattr(body, name) is not None:
+                raise Invalid(name, "has an effect on embeddings only", "leave it out")
+        self._cuttable(body.dimensions)
+        return self._read("pool", body, self._inputs(body), salt_of(key, body.cache_salt), classify)
+
+    def scored(self, body: ScoreRequest | RerankRequest, key: bytes) -> PreparedRequest:
+        """The jobs of the texts that are compared: the first ones of all pairs, then the second ones; or of the pairs,
+        where the model is a cross-encoder. Raises :class:`Invalid`."""
+        first, second = body.texts()
+        if isinstance(body, RerankRequest) and body.max_tokens_per_doc:
+            second = [self._beginning(text, body.max_tokens_per_doc) for text in second]
+        if self.service.labels is not None:
+            return self._read("score", body, self._pairs(body, first, second), salt_of(key, None), True)
+        prompts = [
+            Prompt(p)
+            for name, texts in zip(body.names, (first, second), strict=True)
+            for p in self.service.prompts(texts, name, True, body.truncate_prompt_tokens, body.truncation_side)
+        ]
+        return self._read("score", body, prompts, salt_of(key, None), False)
+
+    def _pairs(self, body: ScoreRequest | RerankRequest, first: list[str], second: list[str]) -> list[Prompt]:
+        """The prompts of a cross-encoder: both texts of a pair, told apart by the kinds of their tokens."""
+        service, most = self.service, body.truncate_prompt_tokens
+        assert service.labels is not None
+        if len(service.labels.names) != 1:
+            what = f"has {len(service.labels.names)} classes, where a cross-encoder has one"
+            raise Invalid("model", what, "ask /classify, or serve a cross-encoder")
+        if body.truncation_side == "left":
+            raise Invalid("truncation_side", "is the right one of pairs, of whose longer text is cut", "leave it out")
+        for name, texts in zip(body.names, (first, second), strict=True):
+            for text in texts:
+                service.short(text, name)
+        longest = service.longest_kept(most)
+        found = []
+        for a, b in zip(first * (len(second) if len(first) == 1 else 1), second, strict=True):
+            tokens, kinds = service.vocabulary.pair(a, b, longest)
+            service.fits(tokens, body.names[1])
+            found.append(Prompt(tokens, kinds))
+        return found
+
+    def _beginning(self, text: str, most: int) -> str:
+        """The first ``most`` tokens of a text. Raises :class:`Invalid`."""
+        self.service.short(text, "documents")
+        tokens = self.service.vocabulary.encode(text, special=False)
+        return text if len(tokens) <= most else self.service.vocabulary.decode(tokens[:most])
+
+    def _inputs(self, body: Given) -> list[Prompt]:
+        body.check()
+        cut = (body.truncate_prompt_tokens, body.truncation_side)
+        if body.messages is not None:
+            return [Prompt(self.service.chat_prompt(body, body.messages, *cut, special=bool(body.add_special_tokens)))]
+        assert body.input is not None
+        special = body.add_special_tokens is not False
+        return [Prompt(p) for p in self.service.prompts(prompts_of(body.input, "input"), "input", special, *cut)]
+
+    def _cuttable(self, dimensions: int | None) -> None:
+        """Raise :class:`Invalid` where embeddings cannot be cut to ``dimensions``."""
+        known = self.service.dimensions
+        if dimensions is None:
+            return
+        if known is not None and dimensions not in known:
+            what = f"is {dimensions}, and the model was not trained for embeddings of this length"
+            named = ", ".join(map(str, sorted(known)))
+            raise Invalid("dimensions", what, f"give one of {named}" if named else "leave it out")
+        width = self.service.loop.engine.spec.hidden_size
+        if not 1 <= dimensions <= width:
+            raise Invalid("dimensions", f"is {dimensions}, outside 1 to {width}", "give a length inside")
+
+    def _read(self, kind: str, body: Read, prompts: Sequence[Prompt], salt: bytes, classify: bool) -> PreparedRequest:
+        """The jobs of ``prompts``."""
+        service = self.service
+        adapter, base = service.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
+        jobs = [
+            ServeJob(
+                EngineRequest(f"{base}-{i}", prompt.tokens, adapter=adapter, salt=salt, priority=body.priority,
+                              embed=True, pooling=service.pooling, classify=classify, token_types=prompt.kinds),
+                service.vocabulary, i,
+            )
+            for i, prompt in enumerate(prompts)
+        ]  # fmt: skip
+        return PreparedRequest(base, body.model or service.name, jobs)

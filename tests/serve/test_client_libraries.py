@@ -1,0 +1,147 @@
+"""Client libraries that are installed, as their users call them: text, streams, calls of functions, structures."""
+
+import asyncio
+import json
+from importlib import import_module
+
+import openai
+import pytest
+from pydantic import BaseModel
+from tests.serve.test_tools import SOURCE, tools  # noqa: F401 (a fixture)
+
+ASK = "Hi"
+BIAS = {"0": -100}
+"""Against an end at once, as a model of random weights may have it."""
+
+
+class City(BaseModel):
+    """A structure small enough for a context of 256 tokens."""
+
+    capital: bool
+
+
+@pytest.fixture
+def asked(server, tools):  # noqa: F811
+    """The server's address, and the text that it continues a greeting with."""
+    tools("hermes", None, SOURCE)
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        made = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": ASK}], temperature=0, max_tokens=8, logit_bias=BIAS
+        )
+    return server.url, made.choices[0].message.content
+
+
+def needs(name):
+    """A module, where it is installed."""
+    return pytest.importorskip(name, exc_type=ImportError)
+
+
+def test_anthropic(asked):
+    url, _ = asked
+    talk = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": ASK}],
+            "extra_body": {"temperature": 0}}  # fmt: skip
+    tool = {"name": "now", "description": "The time", "input_schema": {"type": "object", "properties": {}}}
+    with needs("anthropic").Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        made = client.messages.create(**talk)
+        with client.messages.stream(**talk) as stream:
+            assert "".join(stream.text_stream) == made.content[0].text
+            assert stream.get_final_message().usage.output_tokens == made.usage.output_tokens
+        assert client.messages.count_tokens(model="tiny", messages=talk["messages"]).input_tokens > 0
+        more = {**talk, "max_tokens": 120, "tools": [tool], "tool_choice": {"type": "tool", "name": "now"}}
+        called = client.messages.create(**more)
+        assert (called.stop_reason, called.content[0].name, called.content[0].input) == ("tool_use", "now", {})
+        with pytest.raises(import_module("anthropic").BadRequestError, match="max_tokens"):
+            client.messages.create(**{**talk, "max_tokens": 9999})
+
+
+def test_langchain(asked):
+    url, text = asked
+    chat = needs("langchain_openai").ChatOpenAI(
+        base_url=url + "/v1", api_key="none", model="tiny", temperature=0, max_tokens=8, max_retries=0,
+        extra_body={"logit_bias": BIAS},
+    )  # fmt: skip
+    assert chat.invoke(ASK).content == text
+    assert "".join(part.content for part in chat.stream(ASK)) == text
+
+    def now() -> str:
+        """The time."""
+
+    bound = chat.bind_tools([now], tool_choice="now")
+    assert bound.invoke(ASK, max_tokens=120).tool_calls[0]["name"] == "now"
+    structured = chat.bind(max_tokens=120).bound.with_structured_output(City, method="json_schema")
+    assert isinstance(structured.invoke(ASK, max_tokens=120).capital, bool)
+
+
+def test_instructor(asked):
+    url, _ = asked
+    instructor = needs("instructor")
+    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as plain:
+        for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+            client = instructor.from_openai(plain, mode=mode)
+            made = client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": ASK}], response_model=City, max_tokens=120,
+                max_retries=0,
+            )  # fmt: skip
+            assert isinstance(made.capital, bool)
+
+
+def test_litellm(asked):
+    url, text = asked
+    completion = needs("litellm").completion
+    talk = {"model": "openai/tiny", "api_base": url + "/v1", "api_key": "none", "temperature": 0, "max_tokens": 8,
+            "messages": [{"role": "user", "content": ASK}], "logit_bias": BIAS}  # fmt: skip
+    made = completion(**talk)
+    assert made.choices[0].message.content == text
+    assert "".join(c.choices[0].delta.content or "" for c in completion(**talk, stream=True)) == text
+    talk["messages"] += [made.choices[0].message, {"role": "user", "content": "So"}]  # as it came
+    assert completion(**talk).choices[0].finish_reason in ("stop", "length")
+
+
+def test_pydantic_ai(asked):
+    url, text = asked
+    agent_of = needs("pydantic_ai").Agent
+    models = import_module("pydantic_ai.models.openai")
+    provider = import_module("pydantic_ai.providers.openai").OpenAIProvider(base_url=url + "/v1", api_key="none")
+    kind = getattr(models, "OpenAIChatModel", None) or models.OpenAIModel
+    settings = {"temperature": 0.0, "max_tokens": 8, "logit_bias": BIAS}
+    agent = agent_of(kind("tiny", provider=provider), model_settings=settings)
+    assert agent.run_sync(ASK).output == text
+
+
+def test_openai_agents(asked):
+    url, text = asked
+    agents = needs("agents")
+    agents.set_tracing_disabled(True)
+
+    async def run() -> tuple[object, object]:
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+            short = agents.ModelSettings(temperature=0, max_tokens=8, extra_body={"logit_bias": BIAS})
+            chat = agents.Agent(name="a", model=agents.OpenAIChatCompletionsModel("tiny", client), model_settings=short)
+            long = agents.ModelSettings(temperature=0, max_tokens=120)
+            kind = agents.OpenAIResponsesModel("tiny", client)
+            structured = agents.Agent(name="a", model=kind, model_settings=long, output_type=City)
+            return tuple([(await agents.Runner.run(agent, ASK)).final_output for agent in (chat, structured)])
+
+    said, made = asyncio.run(run())
+    assert said == text
+    assert isinstance(made, City)
+
+
+def test_the_official_client_without_waiting(asked):
+    url, text = asked
+    talk = {"model": "tiny", "messages": [{"role": "user", "content": ASK}], "temperature": 0, "max_tokens": 8}
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+            made = await asyncio.gather(
+                *(client.chat.completions.create(**talk, logit_bias=BIAS) for _ in range(3)),
+                client.chat.completions.parse(**{**talk, "max_tokens": 120}, response_format=City),
+            )
+            streamed = ""
+            async for chunk in await client.chat.completions.create(**talk, logit_bias=BIAS, stream=True):
+                streamed += chunk.choices[0].delta.content or ""
+            assert isinstance(made[-1].choices[0].message.parsed, City)
+            assert json.loads(made[-1].choices[0].message.content).keys() == {"capital"}
+            return [streamed, *(one.choices[0].message.content for one in made[:-1])]
+
+    assert set(asyncio.run(run())) == {text}
