@@ -9,6 +9,7 @@ from tests.swarm.peers import SPEC, Local, Process, checkpoint
 from ridgeline.jobs.launch import free_port
 from ridgeline.nn import generate as generate_here
 from ridgeline.nn import load_checkpoint
+from ridgeline.nn.kernels import native
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.spec.errors import UserError
 from ridgeline.swarm.remote import RemoteModel
@@ -49,6 +50,7 @@ def alone(whole, prompt, count):
 
 def test_kill_9_of_a_span_mid_generation_gives_the_same_tokens(peers, path, whole, tmp_path):
     """Four processes; one on the way is killed after ten tokens."""
+    native.library()  # compiled once, not by every process
     port = str(free_port())
     first = Process(path, tmp_path, "--blocks", "0-1", "--port", port)
     join = ("--join", f"127.0.0.1:{port}")
@@ -199,7 +201,7 @@ def test_forward_and_backward_through_three_servers_equal_local(peers, whole, pa
         finally:
             whole.embed = embed
     (total / count).backward()
-    assert float(loss) == pytest.approx(float(total / count), rel=1e-5)
+    assert loss.item() == pytest.approx((total / count).item(), rel=1e-5)
     for ours, theirs in zip(remote, own, strict=True):
         assert torch.allclose(ours, theirs.grad, rtol=1e-3, atol=1e-5 * float(theirs.grad.abs().max()) + 1e-8)
 
@@ -219,7 +221,7 @@ def test_a_server_that_goes_between_forward_and_backward_is_replaced(peers, path
             peers.run(gone._listener.close())
             peers.run(gone.stop())
         loss.backward()
-        losses.append((float(loss), model.prompt.grad.clone()))
+        losses.append((loss.item(), model.prompt.grad.clone()))
     assert losses[0][0] == losses[1][0]
     assert torch.allclose(losses[0][1], losses[1][1], rtol=1e-3, atol=1e-7)
 
