@@ -21,7 +21,8 @@ from ridgeline.swarm.link import Answer, Link, Refused
 from ridgeline.swarm.server import Server
 from ridgeline.swarm.session import generate, load_ends
 from ridgeline.swarm.span import identity
-from ridgeline.swarm.wire import block_size, decode_rows, encode_rows, wire_bytes
+from ridgeline.spec.wire import block_size, wire_bytes
+from ridgeline.swarm.wire import decode_rows, encode_rows
 
 PROMPT = [5, 17, 300, 2]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ridgeline.swarm.client import Swarm
     from ridgeline.swarm.link import Shape
-    from ridgeline.swarm.wire import Wire
+    from ridgeline.spec.wire import Wire
 
 swarm = typer.Typer(no_args_is_help=True, help="Generate and train over peers that differ, come and go.")
 app.add_typer(swarm, name="swarm")

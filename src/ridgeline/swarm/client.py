@@ -24,7 +24,8 @@ from ridgeline.swarm.announcements import Announcement, Table
 from ridgeline.swarm.link import BAN, Answer, Link, Refused, Shape
 from ridgeline.swarm.policies import Hop, Span, find_route
 from ridgeline.swarm.span import block_hashes, identity, load_blocks
-from ridgeline.swarm.wire import Wire, decode_rows
+from ridgeline.spec.wire import Wire
+from ridgeline.swarm.wire import decode_rows
 
 T = TypeVar("T")
 AVOID = 5.0

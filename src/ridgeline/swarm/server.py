@@ -24,7 +24,8 @@ from ridgeline.swarm.announcements import Announcement, Table
 from ridgeline.swarm.link import Answer, Link, Listener, Refused, Shape
 from ridgeline.swarm.policies import Span, choose_move, choose_start, coverage
 from ridgeline.swarm.span import Held, LoRA, SpanEngine, block_hashes, change_weights, identity, load_blocks
-from ridgeline.swarm.wire import Wire, decode_rows, encode_rows
+from ridgeline.spec.wire import Wire
+from ridgeline.swarm.wire import decode_rows, encode_rows
 
 MOST_ROWS = 4096
 """Rows of one packed step at most, and of one message."""

@@ -8,22 +8,12 @@ that was sent.
 from __future__ import annotations
 
 import math
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from ridgeline.nn.quant.codec import decode_blockwise8, encode_blockwise8
 from ridgeline.serve.transfer.frames import BadPeer
-
-Wire = Literal["blockwise8", "plain"]
-_BLOCK = 256
-
-
-def block_size(width: int) -> int:
-    """The largest divisor of a row's ``width`` that is no more than 256."""
-    return next(n for n in range(min(_BLOCK, width), 0, -1) if width % n == 0)
-
+from ridgeline.spec.wire import Wire, block_size
 
 def encode_rows(name: str, x: Tensor, wire: Wire) -> dict[str, Tensor]:
     """``x`` [..., H] as tensors to send."""
@@ -56,8 +46,3 @@ def _expect(name: str, t: Tensor | None, shape: tuple[int, ...], dtype: torch.dt
         due = f"{list(shape)} of {dtype or 'a floating type'}"
         raise BadPeer(f"it sent {name} {list(t.shape)} of {t.dtype} where {due} was due")
     return t
-
-
-def wire_bytes(rows: int, width: int, wire: Wire) -> int:
-    """Bytes that :func:`encode_rows` makes of fp32 ``rows`` × ``width``."""
-    return rows * width * 4 if wire == "plain" else rows * (width + 4 * width // block_size(width))
