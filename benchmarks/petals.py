@@ -45,6 +45,7 @@ from ridgeline.techniques.registry import make
 
 SPEC = ModelSpec(family="llama", vocab_size=8192, hidden_size=1024, num_layers=24, num_heads=16, num_kv_heads=8,
                  head_dim=64, intermediate_size=2816, max_positions=1024)  # fmt: skip
+LAYER_BYTES = 4 * sum(p.numel for p in SPEC.parameters() if p.name.startswith("layers.0."))
 SECRET = b"the secret of this benchmark"
 RTTS = (0.0, 0.02, 0.05, 0.1, 0.2)
 PARTS = ("0-7", "8-15", "16-23")
@@ -192,10 +193,13 @@ def main() -> None:
         for rtt in RTTS:
             found = seconds[f"rtt {rtt}"]
             predicted = zero + 3 * rtt
-            out["rtt"].append({"rtt_s": rtt, "token_s": found, "tokens_per_s": 1 / found, "predicted_token_s": predicted,
-                               "measured/predicted": found / predicted, "against_offload": seconds["offload"] / found,
-                               "rounds": rates[f"rtt {rtt}"]})  # fmt: skip
+            out["rtt"].append({
+                "rtt_s": rtt, "token_s": found, "tokens_per_s": 1 / found, "predicted_token_s": predicted,
+                "measured/predicted": found / predicted, "against_offload": seconds["offload"] / found,
+                "rounds": rates[f"rtt {rtt}"],
+            })  # fmt: skip
         out["offload"] = {"token_s": seconds["offload"], "tokens_per_s": 1 / seconds["offload"],
+                          "read_bytes_per_s": 16 * LAYER_BYTES / seconds["offload"],
                           "resident_layers": 8, "rounds": rates["offload"],
                           "same_tokens_as_plain": texts["offload"] == texts["plain"][:6]}  # fmt: skip
         out["plain"] = {"token_s": seconds["plain"], "rounds": rates["plain"]}

@@ -54,8 +54,9 @@ class Local:
         joined = tuple(self.addresses[:1]) if join is None else join
 
         async def start():
-            server = kind(path or self.path, secret, Options(**{**fixed, **options}), self.lines.append, joined, shape)
-            return server, await server.start("127.0.0.1", 0, blocks)
+            made = Options(**{**fixed, **options})
+            server = kind(path or self.path, secret, made, self.lines.append, blocks, joined, shape)
+            return server, await server.start("127.0.0.1", 0)
 
         server, address = self.run(start())
         self.servers.append(server)

@@ -153,8 +153,8 @@ def test_a_newcomer_takes_the_worst_covered_blocks_and_the_next_load(peers, whol
         client.refresh()
         with Session(client, 50) as second:
             list(zip(range(5), new_tokens(ends, second, torch.tensor(PROMPT)), strict=False))
-            assert last._address in second.servers
-            assert old._address not in second.servers
+            assert last.address in second.servers
+            assert old.address not in second.servers
 
 
 def test_a_server_moves_to_where_the_bottleneck_is(peers):
@@ -218,7 +218,7 @@ def test_a_server_that_goes_between_forward_and_backward_is_replaced(peers, path
         model = RemoteModel(ends, client, prompt_tokens=3)
         loss = model(ids, ids.roll(-1, 1))
         if kill:
-            peers.run(gone._listener.close())
+            peers.run(gone.listener.close())
             peers.run(gone.stop())
         loss.backward()
         losses.append((loss.item(), model.prompt.grad.clone()))

@@ -14,9 +14,9 @@ from ridgeline.cli.engine_options import Checkpoint, SecretFile, Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from ridgeline.spec.wire import Wire
     from ridgeline.swarm.client import Swarm
     from ridgeline.swarm.link import Shape
-    from ridgeline.spec.wire import Wire
 
 swarm = typer.Typer(no_args_is_help=True, help="Generate and train over peers that differ, come and go.")
 app.add_typer(swarm, name="swarm")
@@ -56,12 +56,11 @@ def serve(
 
     require_checkpoint(checkpoint)
     options = Options(cache_tokens, with_, throughput, announce_every, balance_every)
-    wanted = _blocks(blocks, checkpoint)
-    server = Server(checkpoint, _secret(fleet_secret_file), options, say, tuple(join or ()),
-                    _shape(inject_rtt, inject_rate))  # fmt: skip
+    server = Server(checkpoint, _secret(fleet_secret_file), options, say, _blocks(blocks, checkpoint),
+                    tuple(join or ()), _shape(inject_rtt, inject_rate))  # fmt: skip
 
     async def start() -> None:
-        address = await server.start(host, port, wanted, reach)
+        address = await server.start(host, port, reach)
         next_command("swarm", "generate", checkpoint, "--join", address, "--prompt", "TEXT")
 
     _run(start(), server.stop)
@@ -154,7 +153,9 @@ def generate(
                 shown = text
         seconds = time.monotonic() - start
         print(vocabulary.decode(produced)[len(shown) :])
-        say(f"{len(produced)} tokens, {len(produced) / seconds:.2f} tokens/s, {client.sent / 1e6:.2f} MB of activations")
+        say(
+            f"{len(produced)} tokens, {len(produced) / seconds:.2f} tokens/s, {client.sent / 1e6:.2f} MB of activations"
+        )
     finally:
         client.close()
 
@@ -175,7 +176,7 @@ def status(checkpoint: Checkpoint, join: Join = None, fleet_secret_file: SecretF
     for a in found["servers"]:
         delay = f"{a['delay_s'] * 1e3:.0f} ms away, " if a["delay_s"] is not None else ""
         print(f"{a['address']}  blocks {a['start']} to {a['stop']}  {a['throughput']:.0f} tokens/s  {delay}"
-              f"{a['running']} running, room for {a['room']} tokens{'  ' + a['plan'] if a['plan'] else ''}")  # fmt: skip
+              f"{a['running']} running, room for {a['room']} tokens  {a['plan']}".rstrip())  # fmt: skip
     missing = [b for b, n in enumerate(found["covered"]) if not n]
     print(f"{found['blocks']} blocks, " + (f"nobody has {missing}" if missing else
           f"each at {min(found['covered'])} servers or more"))  # fmt: skip

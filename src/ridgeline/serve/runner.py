@@ -174,13 +174,18 @@ class Runner:
 
     def layers(self, x: Tensor, at: Tensor, names: tuple[str, ...] = ()) -> Tensor:
         """The layers on this rank, or those of ``names``, [1, T, H] → [1, T, H]."""
-        part = bool(names) and len(names) < len(self.model.layers)
+        decoder = None if names and len(names) < len(self.model.layers) else self.decoder
         ropes = {kind: None if t is None else (t[0][at], t[1][at]) for kind, t in self._tables.items()}
         s = self.layout.singles
-        if not part and self.decoder is not None and s is not None and len(s.rows) == x.shape[1] <= self.decoder.most_rows:
+        if (
+            not part
+            and self.decoder is not None
+            and s is not None
+            and len(s.rows) == x.shape[1] <= self.decoder.most_rows
+        ):
             if self._described is None:
                 self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
-            return self.decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
+            return decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
         for i, name in enumerate(names or self.model.layers):
             block = self.model.layers[name]
             x = block(x, NO_MASK, ropes[bool(block.windowed)], self.cache[name])

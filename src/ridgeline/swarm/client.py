@@ -20,11 +20,11 @@ from ridgeline.serve.transfer.connection import LoopThread, Lost
 from ridgeline.serve.transfer.frames import BadPeer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.wire import Wire
 from ridgeline.swarm.announcements import Announcement, Table
-from ridgeline.swarm.link import BAN, Answer, Link, Refused, Shape
+from ridgeline.swarm.link import BAN, TROUBLE, Answer, Links, Refused, Shape
 from ridgeline.swarm.policies import Hop, Span, find_route
 from ridgeline.swarm.span import block_hashes, identity, load_blocks
-from ridgeline.spec.wire import Wire
 from ridgeline.swarm.wire import decode_rows
 
 T = TypeVar("T")
@@ -34,8 +34,6 @@ FRESH = 3.0
 """Seconds after which announcements are asked for again before a new way is chosen."""
 PENALTY = 10.0
 """Seconds that a route counts more for a server without room for the sequence."""
-TROUBLE = (Lost, Refused, BadPeer)
-"""What may happen to a question."""
 
 
 class Swarm:
@@ -52,18 +50,13 @@ class Swarm:
         self.spec = ModelSpec.from_path(path)
         if not self.spec.causal:
             raise UserError(f"{self.spec.name} is an encoder, which generates nothing", "use a decoder")
-        self.peer = secrets.token_hex(8)
         self.table = Table(self.spec.num_layers, 3600.0)
-        self.sent = 0
-        """Bytes of tensors sent to servers and received."""
         self.banned: dict[str, float] = {}
         """Servers that broke a rule, and until when they are kept out."""
         self._avoided: dict[str, float] = {}
         self._delays: dict[str, float] = {}
         self._own: dict[int, str] = {}
-        self._secret, self._identity, self._shape = secret, identity(self.spec), shape or Shape()
-        self._links: dict[str, Link] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
+        self._links = Links(secrets.token_hex(8), secret, identity(self.spec), shape)
         self._lock = threading.Lock()
         self._refreshed, self._why = 0.0, ""
         self.thread = LoopThread("swarm-client")
@@ -77,11 +70,16 @@ class Swarm:
             self.close()
             raise
 
+    @property
+    def sent(self) -> int:
+        """Bytes of tensors sent to servers and received."""
+        return self._links.sent
+
     # ---- asking ------------------------------------------------------------------------------------------------------
 
     def ask(self, address: str, op: str, message: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> Answer:
         """A server's answer. Raises :class:`Lost`, :class:`Refused` or :class:`BadPeer`."""
-        return self._wait(self._ask(address, op, message, tensors))
+        return self._wait(self._links.ask(address, op, message, tensors, self.patience))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self.thread.loop)
@@ -90,16 +88,6 @@ class Swarm:
         except (KeyboardInterrupt, concurrent.futures.CancelledError):
             future.cancel()
             raise
-
-    async def _ask(self, address: str, op: str, message: dict[str, Any], tensors: dict[str, Tensor] | None) -> Answer:
-        async with self._opening.setdefault(address, asyncio.Lock()):
-            link = self._links.get(address)
-            if link is None or link.broken:
-                link = self._links[address] = await Link.open(address, self._secret, self._identity, self._shape)
-        before = link.sent
-        answer = await link.ask(op, {**message, "from": self.peer}, tensors, self.patience)
-        self.sent += link.sent - before
-        return answer
 
     def rows(self, answer: Answer, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Activations of an answer. Raises :class:`BadPeer`."""
@@ -138,7 +126,7 @@ class Swarm:
     async def _fetch(self, address: str) -> bool:
         try:
             start = time.monotonic()
-            answer = await self._ask(address, "table", {}, None)
+            answer = await self._links.ask(address, "table", patience=self.patience)
             self.table.merge(answer.message.get("table"))
             self._delays |= {a.peer: time.monotonic() - start for a in self.table.live() if a.address == address}
             return True
@@ -150,7 +138,7 @@ class Swarm:
     async def _ping(self, a: Announcement) -> None:
         try:
             start = time.monotonic()
-            await self._ask(a.address, "ping", {}, None)
+            await self._links.ask(a.address, "ping", patience=self.patience)
             self._delays[a.peer] = time.monotonic() - start
         except TROUBLE:
             self._avoided[a.peer] = time.monotonic() + AVOID

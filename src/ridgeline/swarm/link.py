@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass
 class Shape:
-    """A slower network than there is: each direction of a connection delays what it sends."""
+    """One direction of a connection over a slower network than there is."""
 
     rtt: float = 0.0
     """Seconds there and back."""
@@ -60,7 +60,7 @@ class Shape:
         await asyncio.sleep(self._free - now + self.rtt / 2)
 
     def fresh(self) -> Shape:
-        """The same for another connection."""
+        """The same for another direction or connection."""
         return Shape(self.rtt, self.rate)
 
 
@@ -73,9 +73,8 @@ class Link:
     """The asking end of a connection. For the event loop's thread."""
 
     def __init__(self, connection: Connection, shape: Shape) -> None:
-        self.connection, self.shape = connection, shape
-        self.sent = 0
-        """Bytes of tensors that were sent and received."""
+        self.connection = connection
+        self._out, self._in = shape.fresh(), shape.fresh()
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
         self._number = 0
         self._broken: Exception | None = None
@@ -95,7 +94,7 @@ class Link:
         except BaseException:
             connection.close()
             raise
-        return cls(connection, (shape or Shape()).fresh())
+        return cls(connection, shape or Shape())
 
     @property
     def broken(self) -> bool:
@@ -107,7 +106,7 @@ class Link:
     ) -> Answer:
         """The answer. Raises :class:`Refused`, :class:`BadPeer` or :class:`Lost` (also after ``patience`` s)."""
         given = tensors or {}
-        await self.shape.hold(size_of(given))
+        await self._out.hold(size_of(given))
         if self._broken is not None:
             raise self._broken
         self._number += 1
@@ -121,7 +120,7 @@ class Link:
             raise Lost(f"it gave no answer to {op!r} for {patience:g} s") from None
         finally:
             self._waiting.pop(number, None)
-        self.sent += size_of(given) + size_of(frame.tensors)
+        await self._in.hold(size_of(frame.tensors))
         if "refused" in frame.message:
             raise Refused(str(frame.message["refused"])[:300])
         return Answer(frame.message, frame.tensors)
@@ -164,6 +163,38 @@ class Link:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+class Links:
+    """Connections to peers, opened when they are first needed. For the event loop's thread."""
+
+    def __init__(self, me: str, secret: bytes, fingerprint: str, shape: Shape | None = None) -> None:
+        """``me``: the name that this peer asks under."""
+        self.me, self._secret, self._fingerprint, self._shape = me, secret, fingerprint, shape or Shape()
+        self.sent = 0
+        """Bytes of tensors that were sent and received."""
+        self._open: dict[str, Link] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
+
+    async def ask(
+        self, address: str, op: str, message: dict[str, Any] | None = None, tensors: dict[str, Tensor] | None = None,
+        patience: float = 30.0,
+    ) -> Answer:  # fmt: skip
+        """The answer of the peer at ``address``. Raises as :meth:`Link.ask`."""
+        async with self._opening.setdefault(address, asyncio.Lock()):
+            link = self._open.get(address)
+            if link is None or link.broken:
+                link = self._open[address] = await Link.open(address, self._secret, self._fingerprint, self._shape)
+        answer = await link.ask(op, {**(message or {}), "from": self.me}, tensors, patience)
+        self.sent += size_of(tensors or {}) + size_of(answer.tensors)
+        return answer
+
+    async def close(self) -> None:
+        """Close all."""
+        for link in list(self._open.values()):
+            await link.close()
+
+
+TROUBLE = (Lost, Refused, BadPeer)
+"""What may happen to a question."""
 Handler = Callable[[str, str, dict[str, Any], dict[str, Tensor]], Awaitable[Answer]]
 """Answers (connection, op, message, tensors). May raise :class:`Refused` or :class:`BadPeer`."""
 
@@ -173,11 +204,11 @@ class Listener:
 
     def __init__(
         self, secret: bytes, fingerprint: str, handle: Handler, ended: Callable[[str], None],
-        say: Callable[[str], None], shape: Shape | None = None,
+        say: Callable[[str], None],
     ) -> None:  # fmt: skip
         """``ended`` hears of every connection that is over; ``say`` gets one line for each peer that is refused."""
         self._secret, self._fingerprint, self._handle, self._ended = secret, fingerprint, handle, ended
-        self.say, self.shape = say, shape or Shape()
+        self.say = say
         self.refused = 0
         """Peers that broke the rules."""
         self._banned: dict[str, float] = {}
@@ -200,7 +231,7 @@ class Listener:
 
     async def _serve(self, connection: Connection) -> None:
         self._number += 1
-        name, shape = f"{self._number}", self.shape.fresh()
+        name = f"{self._number}"
         asked: set[asyncio.Task[None]] = set()
         pump: asyncio.Task[None] | None = None
         who = connection.peer
@@ -215,7 +246,7 @@ class Listener:
                 who = self._known(connection, frame)
                 if len(asked) >= MOST_ASKED:
                     raise BadPeer(f"it asked for more than {MOST_ASKED} things at once")
-                task = asyncio.create_task(self._answer(connection, name, who, frame, shape))
+                task = asyncio.create_task(self._answer(connection, name, who, frame))
                 asked.add(task)
                 task.add_done_callback(asked.discard)
         except BadPeer as e:
@@ -248,7 +279,7 @@ class Listener:
             self._banned.clear()
         self._banned[who] = time.monotonic() + BAN
 
-    async def _answer(self, connection: Connection, name: str, who: str, frame: Frame, shape: Shape) -> None:
+    async def _answer(self, connection: Connection, name: str, who: str, frame: Frame) -> None:
         number, op = frame.message["id"], str(frame.message.get("op"))
         try:
             answer = await self._handle(name, op, frame.message, frame.tensors)
@@ -261,7 +292,6 @@ class Listener:
         except Exception as e:  # whatever is wrong with it, others must not suffer
             self.say(f"{op[:40]!r} of peer {who} failed: {type(e).__name__}: {e}")
             answer = Answer({"refused": f"it failed: {type(e).__name__}"})
-        await shape.hold(size_of(answer.tensors))
         tensors = answer.tensors
         connection.send(Kind.ANSWER, {**answer.message, "id": number}, (lambda: tensors) if tensors else None)
 

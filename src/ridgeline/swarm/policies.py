@@ -71,7 +71,9 @@ def choose_start(covered: np.ndarray, length: int) -> int:
     return int(np.lexsort(windows.T[::-1])[0])  # the last key of lexsort is the primary one
 
 
-def choose_move(spans: Sequence[Span], me: str, blocks: int, rng: random.Random, quality: float = QUALITY) -> int | None:
+def choose_move(
+    spans: Sequence[Span], me: str, blocks: int, rng: random.Random, quality: float = QUALITY
+) -> int | None:
     """The first block that server ``me`` should serve instead; None: it stays.
 
     It moves only if that, and what the others would then do by the same rule, raises the throughput of the worst

@@ -18,11 +18,13 @@ from ridgeline.serve.transfer.frames import BadPeer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.targets import chosen
 from ridgeline.swarm.announcements import Announcement
-from ridgeline.swarm.client import TROUBLE, Swarm
+from ridgeline.swarm.client import Swarm
+from ridgeline.swarm.link import TROUBLE
 from ridgeline.swarm.policies import Hop
-from ridgeline.swarm.server import MOST_ROWS, pack_lora, unpack_lora
+from ridgeline.swarm.server import pack_lora, unpack_lora
 from ridgeline.swarm.span import LoRA
 from ridgeline.swarm.wire import encode_rows
+from ridgeline.swarm.worker import MOST_ROWS
 
 Passed = list[tuple[Hop, Tensor]]
 """What went into each hop of a forward pass."""
@@ -89,8 +91,7 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, swarm: Swarm, names: list[str], x: Tensor, *updates: Tensor) -> Tensor:
         lora = dict(zip(names, zip(updates[::2], updates[1::2], strict=True), strict=True))
-        y, ctx.passed = forward(swarm, x.detach(), 0, swarm.spec.num_layers, {n: (a.detach(), b.detach())
-                                                                             for n, (a, b) in lora.items()})  # fmt: skip
+        y, ctx.passed = forward(swarm, x.detach(), 0, swarm.spec.num_layers, lora)
         ctx.swarm, ctx.names = swarm, names
         ctx.save_for_backward(*updates)
         return y
@@ -102,6 +103,11 @@ class _Blocks(torch.autograd.Function):
         lora = dict(zip(ctx.names, zip(saved[::2], saved[1::2], strict=True), strict=True))
         dx, found = backward(ctx.swarm, grad, ctx.passed, lora)
         return None, None, dx, *(t for name in ctx.names for t in found[name])
+
+
+def _through(*args: Any) -> Tensor:
+    out: Tensor = _Blocks.apply(*args)  # type: ignore[no-untyped-call]
+    return out
 
 
 class RemoteModel(nn.Module):
@@ -144,7 +150,7 @@ class RemoteModel(nn.Module):
             x = torch.cat([self.prompt.expand(len(ids), -1, -1), x], 1)
             labels = torch.cat([labels.new_full((len(ids), len(self.prompt)), IGNORE), labels], 1)
         parts = x.split(max(1, MOST_ROWS // x.shape[1]))
-        y = torch.cat([_Blocks.apply(self.swarm, self.names, part, *self.updates) for part in parts])
+        y = torch.cat([_through(self.swarm, self.names, part, *self.updates) for part in parts])
         hidden = y if ends.norm is None else ends.norm(y)
         loss, count = token_loss(hidden, ends.head, labels)
         return loss / count

@@ -22,7 +22,8 @@ from ridgeline.nn.model.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 from ridgeline.swarm.announcements import Announcement
-from ridgeline.swarm.client import TROUBLE, Swarm
+from ridgeline.swarm.client import Swarm
+from ridgeline.swarm.link import TROUBLE
 from ridgeline.swarm.span import load_blocks
 from ridgeline.swarm.wire import encode_rows
 

@@ -65,7 +65,7 @@ def block_hashes(model: Transformer) -> list[str]:
         digest = hashlib.sha256()
         for name, p in sorted(block.named_parameters()):
             digest.update(f"{name} {p.dtype} {list(p.shape)}".encode())
-            digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         out.append(digest.hexdigest()[:16])
     return out
 

@@ -8,12 +8,14 @@ that was sent.
 from __future__ import annotations
 
 import math
+
 import torch
 from torch import Tensor
 
 from ridgeline.nn.quant.codec import decode_blockwise8, encode_blockwise8
 from ridgeline.serve.transfer.frames import BadPeer
 from ridgeline.spec.wire import Wire, block_size
+
 
 def encode_rows(name: str, x: Tensor, wire: Wire) -> dict[str, Tensor]:
     """``x`` [..., H] as tensors to send."""

@@ -14,9 +14,9 @@ from ridgeline.techniques.technique import Card, Phase, Technique, degrees
 
 
 class Petals(Technique):
-    """Divide the layers over servers of a network, each asked by the client in turn: a token takes every server's layers
-    and a round trip to each, with activations in 8 bits. Servers may differ, come and go; the client replays what it
-    sent to a replacement. Run by ``ridgeline swarm serve`` and ``swarm generate``; the client is one of the machines."""
+    """Divide the layers over servers of a network, which the client asks in turn: a token takes the layers of all and a
+    round trip to each, with activations in 8 bits. Servers may differ, come and go; the client sends a replacement what
+    it sent before. Run by ``ridgeline swarm serve`` and ``swarm generate``; the client is one of the machines."""
 
     card: ClassVar[Card] = Card(
         name="petals",
