@@ -177,12 +177,7 @@ class Runner:
         decoder = None if names and len(names) < len(self.model.layers) else self.decoder
         ropes = {kind: None if t is None else (t[0][at], t[1][at]) for kind, t in self._tables.items()}
         s = self.layout.singles
-        if (
-            not part
-            and self.decoder is not None
-            and s is not None
-            and len(s.rows) == x.shape[1] <= self.decoder.most_rows
-        ):
+        if decoder is not None and s is not None and len(s.rows) == x.shape[1] <= decoder.most_rows:
             if self._described is None:
                 self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
             return decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]

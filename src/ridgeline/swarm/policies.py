@@ -151,3 +151,84 @@ def _hops(
             hops.append(Hop(name, block - 1, block))
         last = came[last]
     return hops[::-1]
+
+
+# ---- training: stages of a pipeline over unreliable peers (SWARM, arXiv:2301.11913) ---------------------------------
+
+
+class Router:
+    """Which peer of a stage gets the next micro-batch: interleaved weighted round-robin (section 3.2).
+
+    Each peer stands in a queue at the time when it would be done; the first in the queue is taken and moves back by the
+    seconds that it takes, an exponential mean. Banned peers stand in no queue.
+    """
+
+    FORGET = 0.2
+    """Weight of the newest time in the mean."""
+
+    def __init__(self, guess: float = 0.1) -> None:
+        """``guess``: seconds that a new peer is assumed to take."""
+        self.seconds: dict[str, float] = {}
+        """Mean seconds that each peer takes."""
+        self.taken: dict[str, int] = {}
+        """Micro-batches that each peer was given."""
+        self._guess = guess
+        self._queue: list[tuple[float, int, str]] = []
+        self._count = 0
+
+    def add(self, peer: str) -> None:
+        """A peer that was not there; it joins at the head of the queue, and counts as fast as the others are."""
+        if any(p == peer for _, _, p in self._queue):
+            return
+        known = sorted(self.seconds[p] for _, _, p in self._queue)
+        self.seconds.setdefault(peer, known[len(known) // 2] if known else self._guess)
+        self._push(self._queue[0][0] if self._queue else 0.0, peer)
+
+    def ban(self, peer: str) -> None:
+        """Give it no more."""
+        self._queue = [item for item in self._queue if item[2] != peer]
+        heapq.heapify(self._queue)
+
+    def pick(self) -> str | None:
+        """The peer for the next micro-batch; None: there is none."""
+        if not self._queue:
+            return None
+        due, _, peer = heapq.heappop(self._queue)
+        self._push(due + self.seconds[peer], peer)
+        self.taken[peer] = self.taken.get(peer, 0) + 1
+        return peer
+
+    def done(self, peer: str, seconds: float) -> None:
+        """A micro-batch took so long."""
+        self.seconds[peer] = (1 - self.FORGET) * self.seconds.get(peer, seconds) + self.FORGET * seconds
+
+    def _push(self, due: float, peer: str) -> None:
+        self._count += 1  # of equal times the first comes first
+        heapq.heappush(self._queue, (due, self._count, peer))
+
+
+def choose_stage(rates: Sequence[Iterable[float]]) -> int:
+    """The stage that a new peer should join: that with the lowest sum of its peers' rates (micro-batches/s)."""
+    sums = [sum(stage) for stage in rates]
+    return sums.index(min(sums))
+
+
+def choose_migration(rates: Sequence[dict[str, float]], quality: float = QUALITY) -> tuple[str, int] | None:
+    """(peer, stage) if moving a peer to the slowest stage makes the pipeline faster; None: all stay (section 3.3).
+
+    ``rates``: micro-batches/s of each stage's peers. The slowest peer goes that can be spared by the fastest stage; it
+    must raise the rate of the slowest stage of all, by more than 1/``quality``. No stage is left without peers.
+    """
+    sums = [sum(stage.values()) for stage in rates]
+    slow = sums.index(min(sums))
+    found: tuple[float, str] | None = None
+    for i, stage in enumerate(rates):
+        if i == slow or len(stage) < 2:
+            continue
+        for peer, rate in stage.items():
+            left = [sums[k] - rate if k == i else sums[k] + rate if k == slow else sums[k] for k in range(len(sums))]
+            if found is None or (min(left), peer) > found:
+                found = min(left), peer
+    if found is None or min(sums) >= (quality - FEW) * found[0]:
+        return None
+    return found[1], slow
