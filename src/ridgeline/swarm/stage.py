@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
@@ -76,8 +77,7 @@ class Stage:
         """Optimizer steps that the weights have seen."""
         self.micros: dict[int, str] = {}
         """Micro-batches of this step whose gradients are in the sum, and the attempt that each was."""
-        self.reduced: dict[int, Tensor] = {}
-        """Parts of the stage's summed gradient, by their number."""
+        self._flat: Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -99,39 +99,49 @@ class Stage:
         return out
 
     def backward(self, step: int, micro: int, attempt: str, x: Tensor, grad: Tensor) -> Tensor | None:
-        """Add a micro-batch's gradients, from that of what :meth:`forward` gave → that of ``x``; None for ids."""
+        """Add a micro-batch's gradients, from that of what :meth:`forward` gave → that of ``x``; None for ids.
+
+        Without an ``attempt`` nothing is added: another peer has these gradients.
+        """
         self.require(step)
-        with self._adding(micro, attempt):
-            x = self._leaf(x)
-            self.call(x).backward(grad)
-        return x.grad
+        return self._gradients(micro, attempt, x, lambda x: (self.call(x), grad))[1]
 
     def loss(
         self, step: int, micro: int, attempt: str, x: Tensor, labels: Tensor, factor: float
     ) -> tuple[float, Tensor | None]:
         """The last stage's forward and backward pass → the sum of token losses, and the gradient of ``x`` of that sum
-        times ``factor``."""
+        times ``factor``. ``attempt`` as in :meth:`backward`."""
         self.require(step)
-        with self._adding(micro, attempt):
-            x = self._leaf(x)
-            total = self.call(x, labels)
-            (total * factor).backward()
-        return float(total.detach()), x.grad
+        total, dx = self._gradients(micro, attempt, x, lambda x: (self.call(x, labels), torch.tensor(factor)))
+        return float(total), dx
 
-    @staticmethod
-    def _leaf(x: Tensor) -> Tensor:
-        return x.requires_grad_() if x.is_floating_point() else x
-
-    def _adding(self, micro: int, attempt: str) -> _Once:
-        return _Once(self, micro, attempt)
+    def _gradients(
+        self, micro: int, attempt: str, x: Tensor, run: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output of ``run`` and the gradient of ``x``; the parameters' go into the sum wholly or not at all."""
+        if attempt and micro in self.micros:
+            raise Refused(f"it has the gradients of micro-batch {micro} already")
+        x = x.requires_grad_() if x.is_floating_point() else x
+        out, grad = run(x)
+        wanted = [*([x] if x.requires_grad else []), *(self.parameters if attempt else [])]
+        found = torch.autograd.grad(out, wanted, grad.to(out.dtype), allow_unused=True)
+        if not all(g is None or bool(g.isfinite().all()) for g in found):
+            raise Refused("the gradients are not finite")
+        for p, own in zip(self.parameters, found[len(found) - len(self.parameters) :] if attempt else (), strict=False):
+            if own is not None:
+                p.grad = own if p.grad is None else p.grad.add_(own)
+        if attempt:
+            self.micros[micro], self._flat = attempt, None
+        return out.detach(), found[0] if x.requires_grad else None
 
     # ---- the sum over the stage's peers ------------------------------------------------------------------------------
 
     def gradient(self, part: int, parts: int) -> Tensor:
         """A part of this peer's own sum, fp32."""
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().float()
-                          for p in self.parameters])  # fmt: skip
-        return flat.tensor_split(parts)[part]
+        if self._flat is None:
+            each = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            self._flat = torch.cat([g.flatten().float() for g in each])
+        return self._flat.tensor_split(parts)[part]
 
     def holds(self, micros: dict[int, str]) -> bool:
         """Whether the gradients here are those of exactly these micro-batches."""
@@ -139,7 +149,7 @@ class Stage:
 
     def drop(self) -> None:
         """Forget this step's gradients."""
-        self.micros, self.reduced = {}, {}
+        self.micros, self._flat = {}, None
         for p in self.parameters:
             p.grad = None
 
@@ -180,27 +190,3 @@ class Stage:
                     self.optimizer.state[p] = own
         self.drop()
         self.step = step
-
-
-class _Once:
-    """Adds a micro-batch's gradients to the sum wholly or not at all; twice the same is refused."""
-
-    def __init__(self, stage: Stage, micro: int, attempt: str) -> None:
-        self.stage, self.micro, self.attempt = stage, micro, attempt
-
-    def __enter__(self) -> None:
-        if self.micro in self.stage.micros:
-            raise Refused(f"it has the gradients of micro-batch {self.micro} already")
-        self.before = [p.grad for p in self.stage.parameters]
-        for p in self.stage.parameters:
-            p.grad = None
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        new = [p.grad for p in self.stage.parameters]
-        whole = kind is None and all(g is None or bool(g.isfinite().all()) for g in new)
-        for p, old, own in zip(self.stage.parameters, self.before, new, strict=True):
-            p.grad = old if not whole or own is None else own if old is None else old.add_(own)
-        if whole:
-            self.stage.micros[self.micro] = self.attempt
-        elif kind is None:
-            raise Refused("the gradients are not finite")

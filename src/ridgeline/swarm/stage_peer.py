@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ridgeline.serve.transfer.frames import LARGEST, BadPeer
 from ridgeline.spec.experiment import Experiment
-from ridgeline.swarm.link import TROUBLE, Answer, Refused, Shape
+from ridgeline.swarm.link import TROUBLE, Answer, Links, Refused, Shape
 from ridgeline.swarm.peer import Peer, number, text, wire_of
 from ridgeline.swarm.policies import choose_stage
 from ridgeline.swarm.stage import Stage, cuts, training_identity
@@ -23,6 +23,9 @@ from ridgeline.swarm.worker import MOST_ROWS, Worker
 
 PIECE = LARGEST // 2
 """Bytes of a state that are sent at once."""
+DROPPED = "it had other gradients, and dropped them"
+STATE = 120.0
+"""Seconds that a piece of it may take."""
 
 
 class StagePeer(Peer):
@@ -74,21 +77,19 @@ class StagePeer(Peer):
         self.stage = await self._run(lambda: Stage(self.e, self.stages, index))
         layers = self.stage.layers
         mates = [a for a in self.table.live() if a.start == layers.start and a.peer != self.peer]
-        if newest := max(mates, key=lambda a: a.step, default=None):
-            if newest.step > 0:
-                await self._fetch(newest.address)
+        if (newest := max(mates, key=lambda a: a.step, default=None)) and newest.step > 0:
+            await self._fetch(newest.address)
         self.say(f"trains stage {index} (layers {layers.start} to {layers.stop}) at {self.address}, step "
                  f"{self.stage.step}")  # fmt: skip
 
     async def _fetch(self, address: str) -> None:
-        """Take the state of another peer of the stage. Raises what may happen to a question."""
-        first = await self.links.ask(address, "state", {"piece": 0}, patience=120.0)
-        step, pieces = number(first.message, "step"), number(first.message, "pieces")
-        state = dict(first.tensors)
-        for piece in range(1, pieces):
-            state |= (await self.links.ask(address, "state", {"piece": piece, "step": step}, patience=120.0)).tensors
-        stage = self.stage
-        await self._run(lambda: stage.load(step, joined(state)))
+        """Take the state of another peer of the stage. Raises :class:`Refused`."""
+        try:
+            step, state = await fetched(self.links, address, self.stage.index)
+            stage = self.stage
+            await self._run(lambda: stage.load(step, state))
+        except TROUBLE as e:  # not the fault of who asked for it
+            raise Refused(f"the state at {address} could not be fetched: {e}") from None
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class StagePeer(Peer):
             return await self._commit(m)
         if op == "drop":
             await self._run(self.stage.drop)
-            return Answer()
+            return Answer({"step": self.stage.step})
         if op == "sync":
             await self._fetch(text(m, "address"))
             self.note()
@@ -128,13 +129,16 @@ class StagePeer(Peer):
             raise BadPeer(f"it sent {batch} sequences of {length} rows, of {MOST_ROWS} rows at most")
         shape, spec = (batch, length, self.e.model.hidden_size), self.e.model
         dtype = next(iter(stage.parameters)).dtype
-        x = decode_rows("x", tensors, shape, dtype) if stage.index else tokens("ids", tensors, shape[:2], spec.vocab_size)
+        if stage.index:
+            x = decode_rows("x", tensors, shape, dtype)
+        else:
+            x = tokens("ids", tensors, shape[:2], spec.vocab_size)
         start = time.monotonic()
         try:
             if op == "forward":
                 y = await self._slowly(lambda: stage.forward(step, x))
                 return Answer({}, encode_rows("y", y, wire))
-            micro, attempt = number(m, "micro"), text(m, "attempt")
+            micro, attempt = number(m, "micro"), text(m, "attempt") if "attempt" in m else ""
             if op == "backward":
                 grad = decode_rows("grad", tensors, shape, dtype)
                 dx = await self._slowly(lambda: stage.backward(step, micro, attempt, x, grad))
@@ -170,37 +174,55 @@ class StagePeer(Peer):
         ):  # fmt: skip
             raise BadPeer("it asked for a sum without saying of what")
         stage.require(step)
-        if not await self._run(lambda: stage.holds({int(k): str(a) for k, a in micros})):
-            await self._run(stage.drop)
-            return Answer({"dropped": True})
-        names = [name for name, _ in peers]
-        mine, count = names.index(self.peer), len(peers)
-        self._parts = {key: f for key, f in self._parts.items() if key[0] == turn}
-
-        async def part_of(address: str) -> Tensor:
-            ask = {"round": turn, "step": step, "part": mine, "parts": count}
-            found = (await self.links.ask(address, "part", ask)).tensors.get("part")
-            return _vector(found, like)
-
-        own = await self._run(lambda: stage.gradient(mine, count))
-        like = own
-        others = await asyncio.gather(*(part_of(a) for i, (_, a) in enumerate(peers) if i != mine))
-        ordered = [*others[:mine], own, *others[mine:]]
-        summed = await self._run(lambda: torch.stack(ordered).sum(0))
-        self._part(turn, mine).set_result(summed)
-
-        async def sum_of(i: int, address: str) -> Tensor:
-            found = (await self.links.ask(address, "sum", {"round": turn, "part": i})).tensors.get("part")
-            return _vector(found, None)
-
-        parts = await asyncio.gather(*(
-            asyncio.sleep(0, summed) if i == mine else sum_of(i, a) for i, (_, a) in enumerate(peers)
-        ))  # fmt: skip
-        whole = torch.cat(list(parts))
-        if len(whole) != stage.numel:
-            raise Refused("the parts of the sum are not whole")
+        own = self._part(turn, [name for name, _ in peers].index(self.peer))
+        try:
+            if not await self._run(lambda: stage.holds({int(k): str(a) for k, a in micros})):
+                await self._run(stage.drop)
+                raise Refused(DROPPED)
+            whole = await self._add_up(turn, step, peers, own)
+        except Refused as e:
+            if not own.done():  # others wait for it
+                own.set_exception(e)
+                own.exception()
+            if str(e) == DROPPED:
+                return Answer({"dropped": True})
+            raise
         self._summed = turn, whole
         return Answer({"squared_norm": float(whole.double().square().sum())})
+
+    async def _add_up(self, turn: str, step: int, peers: list[list[str]], own: asyncio.Future[Tensor]) -> Tensor:
+        """The sum of all peers' gradients: this one adds up its part, and fetches the others'."""
+        stage, count = self.stage, len(peers)
+        mine = [name for name, _ in peers].index(self.peer)
+        others = [(i, address) for i, (_, address) in enumerate(peers) if i != mine]
+        ask = {"step": step, "part": mine, "parts": count}
+        first = await self._run(lambda: stage.gradient(mine, count))
+        given = await self._vectors([(address, "part", ask) for _, address in others])
+        if any(len(g) != len(first) for g in given):
+            raise Refused("parts of the sum differ in size")
+        own.set_result(await self._run(lambda: torch.stack([*given[:mine], first, *given[mine:]]).sum(0)))
+        parts = await self._vectors([(address, "sum", {"round": turn, "part": i}) for i, address in others])
+        whole = torch.cat([*parts[:mine], own.result(), *parts[mine:]])
+        if len(whole) != stage.numel:
+            raise Refused("the parts of the sum are not whole")
+        return whole
+
+    async def _vectors(self, asks: list[tuple[str, str, dict[str, Any]]]) -> list[Tensor]:
+        """Vectors that other peers have: (address, op, message). Raises :class:`Refused`."""
+
+        async def whole(address: str, op: str, message: dict[str, Any]) -> Tensor:
+            pieces: list[Tensor] = []
+            count = 1
+            while len(pieces) < count:
+                answer = await self.links.ask(address, op, {**message, "piece": len(pieces)})
+                pieces.append(_vector(answer.tensors.get("part")))
+                count = number(answer.message, "pieces")
+            return torch.cat(pieces)
+
+        try:
+            return list(await asyncio.gather(*(whole(*ask) for ask in asks)))
+        except TROUBLE as e:  # not the fault of who asked for the sum
+            raise Refused(f"a peer of the stage failed: {e}") from None
 
     def _part(self, turn: str, index: int) -> asyncio.Future[Tensor]:
         key = turn, index
@@ -213,14 +235,14 @@ class StagePeer(Peer):
         stage.require(number(m, "step"))
         if not part < parts <= 1000:
             raise BadPeer(f"it asked for part {part} of {parts}")
-        return Answer({}, {"part": (await self._run(lambda: stage.gradient(part, parts))).clone()})
+        return _piece(await self._run(lambda: stage.gradient(part, parts)), number(m, "piece"))
 
     async def _give_sum(self, m: dict[str, Any]) -> Answer:
         try:
             found = await asyncio.wait_for(asyncio.shield(self._part(text(m, "round"), number(m, "part"))), 20.0)
         except asyncio.TimeoutError:
             raise Refused("that part of the sum was not finished") from None
-        return Answer({}, {"part": found})
+        return _piece(found, number(m, "piece"))
 
     async def _commit(self, m: dict[str, Any]) -> Answer:
         stage, step, turn = self.stage, number(m, "step"), text(m, "round")
@@ -240,6 +262,8 @@ class StagePeer(Peer):
     async def _give_state(self, m: dict[str, Any]) -> Answer:
         """A piece of the state; that of the step that the first piece was of."""
         piece, stage = number(m, "piece"), self.stage
+        if number(m, "stage") != stage.index:
+            raise Refused(f"it trains stage {stage.index}")
         if piece == 0:
             self._state, self._state_step = await self._run(lambda: (divided(stage.state()), stage.step))
         elif m.get("step") != self._state_step:
@@ -257,11 +281,22 @@ class StagePeer(Peer):
         self.stage = await self._run(lambda: Stage(self.e, self.stages, index))
         try:
             await self._fetch(address)
-        except TROUBLE:
+        except Refused:
             self.stage = old
-            raise Refused(f"the state of stage {index} could not be fetched") from None
+            raise
         self.say(f"moved from stage {old.index} to {index}")
         await self.announce()
+
+
+async def fetched(links: Links, address: str, stage: int) -> tuple[int, dict[str, Tensor]]:
+    """(step, state) of the peer of a stage at ``address``. Raises what may happen to a question."""
+    first = await links.ask(address, "state", {"piece": 0, "stage": stage}, patience=STATE)
+    step, pieces = number(first.message, "step"), number(first.message, "pieces")
+    state = dict(first.tensors)
+    for piece in range(1, pieces):
+        message = {"piece": piece, "step": step, "stage": stage}
+        state |= (await links.ask(address, "state", message, patience=STATE)).tensors
+    return step, joined(state)
 
 
 def tokens(name: str, tensors: dict[str, Tensor], shape: tuple[int, ...], most: int, least: int = 0) -> Tensor:
@@ -274,12 +309,18 @@ def tokens(name: str, tensors: dict[str, Tensor], shape: tuple[int, ...], most: 
     return t
 
 
-def _vector(found: Tensor | None, like: Tensor | None) -> Tensor:
+def _piece(vector: Tensor, piece: int) -> Answer:
+    """A piece of a vector, small enough for a message. Raises :class:`BadPeer`."""
+    pieces = vector.split(PIECE // 4)
+    if piece >= len(pieces):
+        raise BadPeer(f"it asked for piece {piece} of {len(pieces)}")
+    return Answer({"pieces": len(pieces)}, {"part": pieces[piece].clone()})
+
+
+def _vector(found: Tensor | None) -> Tensor:
     """A part of a gradient. Raises :class:`BadPeer`."""
-    if found is None or found.dtype != torch.float32 or found.dim() != 1 or (like is not None and len(found) != len(like)):
+    if found is None or found.dtype != torch.float32 or found.dim() != 1 or not bool(found.isfinite().all()):
         raise BadPeer("it sent no part of a gradient")
-    if not bool(found.isfinite().all()):
-        raise BadPeer("it sent a gradient that is not finite")
     return found
 
 
