@@ -16,6 +16,7 @@ from ridgeline.serve.transfer.connection import Lost
 from ridgeline.serve.transfer.frames import BadPeer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.wire import block_size, wire_bytes
+from ridgeline.swarm import peer
 from ridgeline.swarm.announcements import Announcement, Table
 from ridgeline.swarm.client import Swarm
 from ridgeline.swarm.link import Answer, Link, Refused
@@ -124,13 +125,14 @@ def test_other_weights_are_never_asked(peers, path, expected, tmp_path):
     ]
 
 
-def test_another_architecture_or_secret_does_not_get_in(peers, path, tmp_path):
+def test_another_architecture_or_secret_does_not_get_in(peers, path, tmp_path, monkeypatch):
+    monkeypatch.setattr(peer, "FIRST", 0.5)
     first = peers.serve(range(0, 6))
     other = checkpoint(tmp_path / "other", intermediate_size=96)
-    stranger = peers.serve(range(0, 6), path=other)
+    with pytest.raises(UserError, match=r"no peer of the swarm answers at .*another model"):
+        peers.serve(range(0, 6), path=other)
     assert len(first.spans()) == 1
     assert any("another model" in line for line in peers.lines)
-    assert len(stranger.spans()) == 1
     with pytest.raises(UserError, match="no peer of the swarm answers"):
         Swarm(path, (first.address,), b"not the secret at all", peers.lines.append)
     assert any("tag is wrong" in line for line in peers.lines)

@@ -139,8 +139,8 @@ async def _idle(server):
 
 
 def test_a_newcomer_takes_the_worst_covered_blocks_and_the_next_load(peers, whole, path):
-    peers.serve(range(0, 4))
-    old = peers.serve(range(4, 6))
+    peers.serve(range(0, 4), throughput=1.0)
+    old = peers.serve(range(4, 6), throughput=1.0)
     client, ends = peers.client(), load_ends(path)
     with Session(client, 50) as first:
         list(zip(range(5), new_tokens(ends, first, torch.tensor(PROMPT)), strict=False))

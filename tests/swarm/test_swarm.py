@@ -15,6 +15,7 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Pretrain
+from ridgeline.swarm import peer
 from ridgeline.swarm.stage_peer import StagePeer, divided, joined, packed
 from ridgeline.swarm.trainer import SwarmTrainer
 from ridgeline.techniques.matrix import CPU
@@ -154,12 +155,9 @@ def test_peers_killed_and_added_mid_run_lose_no_step(swarm):
     s = swarm(peers=(0, 0, 1, 2, 2))
 
     class Dies(StagePeer):
-        passes = 0
-
         async def _pass(self, op, m, tensors):
             answer = await super()._pass(op, m, tensors)
-            self.passes += "attempt" in m
-            if self.passes == 12:
+            if self.stage.step == 2 and len(self.stage.micros) == 3:
                 asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(cut(self)))
                 await asyncio.sleep(30)
             return answer
@@ -174,9 +172,11 @@ def test_peers_killed_and_added_mid_run_lose_no_step(swarm):
     def change(step):
         if step == 1:
             s.kill(s.servers[0])
+            s.addresses.pop(0)
         if step == 3:
-            s.peer(0)
-            assert s.peer(None).stage.index in range(STAGES)
+            new = [s.peer(0).address, s.peer(None).address]
+            while not {*new} <= {a.address for a in trainer.table.live()}:
+                s.run(trainer._refresh())  # the trainer has heard of them
 
     done, weights = trained(s, trainer, change)
     assert_same(done, weights, alone(s.e))
@@ -194,26 +194,31 @@ def test_8_bits_on_the_wire_stay_within_their_noise(swarm):
     errors = [abs(d.loss - x) for d, x in zip(done, losses, strict=True)]
     assert 0 < max(errors) < signal / 10
     assert done[0].grad_norm == pytest.approx(norms[0], rel=0.02), "of the same weights"
-    plain = s.trainer()
-    before, after = trainer.links.sent, None
-    s.run(plain.train(next(iter(batches(s.e)))))
-    after = plain.links.sent
-    s.run(plain.close())
-    assert after > 2.5 * before / STEPS, "fewer bytes: of 16 tokens, ids are sent too"
+
+
+def test_8_bits_take_a_fourth_of_the_bytes(swarm):
+    sent = {}
+    for wire in ("plain", "blockwise8"):
+        s = swarm()
+        trainer = s.trainer(wire=wire)
+        s.run(trainer.train(next(iter(batches(s.e)))))
+        sent[wire] = trainer.links.sent - 8 * 16 * 8 * 3  # ids twice, labels once
+        s.run(trainer.close())
+    assert sent["plain"] / sent["blockwise8"] == pytest.approx(4 / (1 + 4 / 32), rel=0.01)
 
 
 def test_slow_peers_get_less_and_a_spare_one_moves_to_the_slowest_stage(swarm):
     s = swarm(peers=(0, 0, 0, 2))
-    s.peer(1, slow=0.02)
-    s.peer(2, slow=0.02)
+    s.peer(1, slow=0.08)
+    s.peer(2, slow=0.08)
     trainer = s.trainer(migrate_every=2)
     done, weights = trained(s, trainer)
     assert_same(done, weights, alone(s.e))
     fast, slow = (trainer.routers[2].taken[p.peer] for p in (s.servers[3], s.servers[5]))
-    assert fast > 1.5 * slow
+    assert fast > 1.2 * slow
     assert trainer.migrations >= 1
-    assert done[-1].peers[1] == 2
-    assert done[-1].peers[0] == 2
+    assert done[-1].peers[1] >= 2
+    assert sum(done[-1].peers) == 6
 
 
 class Garbage(StagePeer):
@@ -250,12 +255,12 @@ class Stuck(StagePeer):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [(Garbage, "banned for 60 s: it sent grad with values that are not finite"), (Forgetful, ""),
-     (Stuck, "left out for 3 s: it gave no answer to 'commit' for 1 s")],
+     (Stuck, "left out for 3 s: it gave no answer to 'commit' for 4 s")],
 )  # fmt: skip
 def test_a_peer_that_goes_wrong_costs_nothing(swarm, kind, says):
     s = swarm(peers=(0, 1, 2))
     s.peer(1, kind=kind)
-    trainer = s.trainer(patience=1.0)
+    trainer = s.trainer(patience=4.0)
     done, weights = trained(s, trainer, lambda step: time.sleep(0.5 if step == 3 else 0))
     assert_same(done, weights, alone(s.e))
     assert sum(says in line for line in s.lines if "peer" in line) >= bool(says)
@@ -273,12 +278,13 @@ def test_a_stage_without_peers_is_a_users_error(swarm):
     s.run(trainer.close())
 
 
-def test_another_workload_does_not_train_along(swarm):
+def test_another_workload_does_not_train_along(swarm, monkeypatch):
+    monkeypatch.setattr(peer, "FIRST", 0.5)
     s = swarm()
     other = swarm(experiment(lr=0.02), ())
     other.addresses = s.addresses[:1]
-    stranger = other.peer(0)
-    assert len(stranger.table.live()) == 1
+    with pytest.raises(UserError, match="no peer of the swarm answers"):
+        other.peer(0)
     assert len(s.servers[0].table.live()) == 3
 
 

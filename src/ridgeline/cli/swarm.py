@@ -8,15 +8,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import Json, app, next_command, number_of_bytes, require_checkpoint, say
+from ridgeline.cli.base import (
+    File,
+    Json,
+    Overrides,
+    PlanName,
+    app,
+    ctrl_c_between_steps,
+    load,
+    next_command,
+    number_of_bytes,
+    require_checkpoint,
+    say,
+)
 from ridgeline.cli.engine_options import Checkpoint, SecretFile, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from ridgeline.spec.experiment import Experiment
     from ridgeline.spec.wire import Wire
     from ridgeline.swarm.client import Swarm
     from ridgeline.swarm.link import Shape
+    from ridgeline.techniques.parallel.swarm import Swarm as Technique
 
 swarm = typer.Typer(no_args_is_help=True, help="Generate and train over peers that differ, come and go.")
 app.add_typer(swarm, name="swarm")
@@ -180,6 +194,163 @@ def status(checkpoint: Checkpoint, join: Join = None, fleet_secret_file: SecretF
     missing = [b for b, n in enumerate(found["covered"]) if not n]
     print(f"{found['blocks']} blocks, " + (f"nobody has {missing}" if missing else
           f"each at {min(found['covered'])} servers or more"))  # fmt: skip
+
+
+@swarm.command()
+def tune(
+    checkpoint: Checkpoint,
+    data: Annotated[str, typer.Option(help="Training text: a file, a directory, stdlib, or hf:NAME.")],
+    out: Annotated[Path, typer.Option(help="File for what was trained (.safetensors).")],
+    join: Join = None,
+    fleet_secret_file: SecretFile = None,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a soft prompt.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="Rank of low-rank updates of the servers' linear layers.")] = 0,
+    targets: Annotated[str, typer.Option(help="Linear layers that they update, as in lora:targets.")] = "q_proj+v_proj",
+    steps: Annotated[int, typer.Option(min=1)] = 100,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    seq_len: Annotated[int, typer.Option(min=2)] = 128,
+    lr: Annotated[float, typer.Option(min=0)] = 1e-3,
+    seed: Annotated[int, typer.Option()] = 0,
+    wire: Format = "blockwise8",
+) -> None:
+    """Train a soft prompt or low-rank updates through blocks that others serve; Ctrl-C saves what there is."""
+    import torch
+    from safetensors.torch import save_file
+
+    from ridgeline.data.batches import TextBatches, load_tokens, own_tokenizer
+    from ridgeline.swarm.remote import RemoteModel
+    from ridgeline.swarm.session import load_ends
+
+    require_checkpoint(checkpoint)
+    ends = load_ends(checkpoint)
+    spec = ends.spec
+    text = load_tokens(data, spec.vocab_size, own_tokenizer(str(checkpoint)))
+    batches = TextBatches(text, seq_len, batch_size, spec.vocab_size, True, seed, False, 0)
+    client = _client(checkpoint, join, fleet_secret_file, wire, "", None)
+    try:
+        model = RemoteModel(ends, client, prompt_tokens, rank, tuple(targets.split("+")), seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+        try:
+            for step in range(steps):
+                batch = batches.batch(step)
+                loss = model(batch.ids, batch.labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                say(f"step {step + 1}/{steps}  loss {loss.item():.4f}")
+        except KeyboardInterrupt:
+            say(f"interrupted after {step} steps")
+        save_file(model.trained(), out)
+        say(f"written to {out}")
+    finally:
+        client.close()
+
+
+@swarm.command()
+def peer(
+    file: File,
+    overrides: Overrides = None,
+    plan: PlanName = None,
+    stage: Annotated[int | None, typer.Option(min=0, help="Stage to train; default: where it is needed most.")] = None,
+    join: Join = None,
+    fleet_secret_file: SecretFile = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    reach: Reach = "",
+    announce_every: Annotated[float, typer.Option(min=0.1, help="Seconds between announcements.")] = 5.0,
+    inject_rtt: Rtt = 0.0,
+    inject_rate: Rate = None,
+) -> None:
+    """Train a stage of an experiment whose plan is `swarm`, as one of its peers. Ctrl-C leaves it."""
+    from ridgeline.spec.errors import UserError
+    from ridgeline.swarm.stage_peer import StagePeer
+
+    e, technique = _training(file, plan, overrides)
+    if stage is not None and stage >= technique.stages:
+        raise UserError(f"--stage {stage} of {technique.stages} stages", f"give 0 to {technique.stages - 1}")
+    member = StagePeer(e, technique.stages, _secret(fleet_secret_file), say, stage, tuple(join or ()),
+                       _shape(inject_rtt, inject_rate), announce_every)  # fmt: skip
+
+    async def start() -> None:
+        await member.start(host, port, reach)
+
+    _run(start(), member.stop)
+
+
+@swarm.command()
+def train(
+    file: File,
+    overrides: Overrides = None,
+    plan: PlanName = None,
+    join: Join = None,
+    fleet_secret_file: SecretFile = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the trained model.")] = None,
+    migrate_every: Annotated[
+        int, typer.Option(min=0, help="Steps between looks at moving a peer to the slowest stage; 0: never.")
+    ] = 20,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds to wait for a peer.")] = 60.0,
+    inject_rtt: Rtt = 0.0,
+    inject_rate: Rate = None,
+    json: Json = False,
+) -> None:
+    """Train an experiment whose plan is `swarm` over the peers that are there. Ctrl-C ends it after the step."""
+    import asyncio
+
+    from ridgeline.spec.errors import UserError
+    from ridgeline.swarm.trainer import SwarmTrainer
+    from ridgeline.train.trainer import global_batches
+
+    e, technique = _training(file, plan, overrides)
+    if not join:
+        raise UserError("there is no address of a swarm", "give --join HOST:PORT of any of its peers")
+    batches, w = global_batches(e, 0, 1), e.training
+    trainer = SwarmTrainer(e, technique.stages, technique.wire, _secret(fleet_secret_file), tuple(join), say,
+                           _shape(inject_rtt, inject_rate), patience, migrate_every)  # fmt: skip
+    losses: list[float] = []
+
+    async def run() -> None:
+        await trainer.open()
+        with ctrl_c_between_steps() as check:
+            try:
+                while trainer.step < w.steps:
+                    check()
+                    done = await trainer.train(batches.batch(trainer.step))
+                    losses.append(done.loss)
+                    lost = f"  {done.recomputed} gradients computed again" if done.recomputed else ""
+                    say(f"step {done.step + 1}/{w.steps}  loss {done.loss:.4f}  {done.tokens / done.seconds:.0f} "
+                        f"tokens/s  peers {'+'.join(map(str, done.peers))}{lost}")  # fmt: skip
+            except KeyboardInterrupt:
+                say(f"interrupted at step {trainer.step}; the peers hold it, and the same command goes on")
+        if out is not None and losses:
+            from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+
+            save_checkpoint(await trainer.model(), out)
+            batches.tokenizer.save(str(out / "tokenizer.json"))
+            say(f"written to {out}")
+        await trainer.close()
+
+    asyncio.run(run())
+    if json:
+        import json as js
+
+        print(js.dumps({"losses": losses, "step": trainer.step}))
+
+
+def _training(file: str, plan: str | None, overrides: list[str] | None) -> tuple[Experiment, Technique]:
+    """The experiment of a file and its plan's technique. Raises :class:`UserError` for another plan."""
+    from ridgeline import catalog
+    from ridgeline.spec.errors import UserError
+    from ridgeline.swarm.stage import require_trainable
+    from ridgeline.techniques.parallel.swarm import Swarm as Technique
+    from ridgeline.techniques.registry import of_kind
+
+    catalog.allow_unprobed()
+    e = load(file, plan, overrides or [])
+    technique = of_kind(e, Technique)
+    if technique is None or not e.is_training:
+        raise UserError(f"the plan of {file} does not train over a swarm", 'write plan = ["swarm:stages=3"]')
+    require_trainable(e)
+    return e, technique
 
 
 def _secret(file: Path | None) -> bytes:

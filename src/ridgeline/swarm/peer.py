@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch import Tensor
 
 from ridgeline.serve.transfer.connection import Lost
 from ridgeline.serve.transfer.frames import BadPeer
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.wire import Wire
 from ridgeline.swarm.announcements import Announcement, Table
 from ridgeline.swarm.link import Answer, Links, Listener, Refused, Shape
 from ridgeline.swarm.policies import Span
 
+FIRST = 30.0
+"""Seconds that a peer tries to reach those that it was given."""
 ASKED = 3
 """Peers with whom announcements are exchanged each time."""
 
@@ -40,7 +44,7 @@ class Peer:
         self.tasks: list[asyncio.Task[None]] = []
         self.ready = False
         """Whether it has loaded what it computes."""
-        self._number = 0
+        self._number, self._why = 0, ""
 
     # ---- what peers of a kind do -------------------------------------------------------------------------------------
 
@@ -65,12 +69,23 @@ class Peer:
         """Join the swarm → the address. ``reach``: host by which others reach this one, if not ``host``."""
         port = await self.listener.listen(host, port)
         self.address = f"{reach or host}:{port}"
-        await self.gossip(self.join)
+        await self._find()
         await self.prepare()
         self.ready = True
         await self.announce()
         self.tasks.append(asyncio.create_task(self._keep_announcing()))
         return self.address
+
+    async def _find(self) -> None:
+        """Hear of others through those that were given. Raises :class:`UserError` when none answers for a while."""
+        others = tuple(address for address in self.join if address != self.address)
+        deadline = time.monotonic() + FIRST
+        while others and not await self.gossip(others):
+            if time.monotonic() > deadline:
+                await self.listener.close()
+                raise UserError(f"no peer of the swarm answers at {', '.join(others)}: {self._why}",
+                                "give the address of one that runs, and the secret that it has")  # fmt: skip
+            await asyncio.sleep(0.2)
 
     async def stop(self) -> None:
         """Tell the others, and end."""
@@ -104,21 +119,26 @@ class Peer:
             await asyncio.sleep(self.announce_every * self.rng.uniform(0.5, 1.0))
             await self.announce()
 
-    async def gossip(self, addresses: tuple[str, ...] = ()) -> None:
-        """Exchange announcements with the peers at ``addresses``, or with some that are known."""
+    async def gossip(self, addresses: tuple[str, ...] = ()) -> bool:
+        """Exchange announcements with peers, those at ``addresses`` or some that are known → whether any answered."""
         known = [a.address for a in self.table.live() if a.peer != self.peer]
         chosen = addresses or tuple(self.rng.sample(known, min(ASKED, len(known)))) or self.join
-        await asyncio.gather(*(self._exchange(address) for address in chosen if address != self.address))
+        found = await asyncio.gather(*(self._exchange(address) for address in chosen if address != self.address))
+        return any(found)
 
-    async def _exchange(self, address: str) -> None:
+    async def _exchange(self, address: str) -> bool:
         try:
-            told = {"table": self.table.share()}
-            answer = await self.links.ask(address, "table", told, patience=self.announce_every + 1)
+            # A peer that hangs must not keep this one from announcing itself again in time.
+            asked = self.links.ask(address, "table", {"table": self.table.share()})
+            answer = await asyncio.wait_for(asked, 2 * self.announce_every)
             self.table.merge(answer.message.get("table"))
+            return True
         except BadPeer as e:
+            self._why = str(e)
             self.say(f"peer {address} refused: {e}")
-        except (Lost, Refused):
-            pass  # its announcement will expire
+        except (Lost, Refused, asyncio.TimeoutError) as e:  # its announcement will expire
+            self._why = str(e)
+        return False
 
     async def _handle(self, owner: str, op: str, m: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         if op == "table":

@@ -138,6 +138,13 @@ class RemoteModel(nn.Module):
             self.updates.append((torch.randn(rank, width, generator=rng) / width**0.5).to(table.dtype))
             self.updates.append(torch.zeros(out, rank, dtype=table.dtype))
 
+    def trained(self) -> dict[str, Tensor]:
+        """What was trained, by name: ``prompt`` [P, H], and ``NAME.lora_a`` and ``NAME.lora_b`` of each layer."""
+        out = {} if self.prompt is None else {"prompt": self.prompt.detach()}
+        for i, name in enumerate(self.names):
+            out |= {f"{name}.lora_{part}": self.updates[2 * i + k].detach() for k, part in enumerate("ab")}
+        return out
+
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Mean loss over the labeled tokens of ``ids`` [B, S]; ``labels`` as in :func:`token_loss`."""
         (ends,) = self.ends

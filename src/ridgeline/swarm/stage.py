@@ -27,6 +27,7 @@ from ridgeline.serve.transfer.frames import BadPeer
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.swarm.link import Refused
+from ridgeline.techniques.registry import make
 
 
 def cuts(e: Experiment, stages: int) -> list[range]:
@@ -46,9 +47,9 @@ def require_trainable(e: Experiment) -> None:
     if e.model.tie_embeddings:
         raise Incompatible(f"the first and the last stage of {e.model.name} would share a parameter",
                            "train a model with tie_embeddings = false")  # fmt: skip
-    if len(e.plan.calls) > 1:
-        names = ", ".join(c.name for c in e.plan.calls)
-        raise Incompatible(f"a swarm trains without other techniques, not with {names}", "drop the others")
+    more = [c.name for c in e.plan.calls if not make(c).card.runs_by and not make(c).owns() & {"batch_split"}]
+    if more:
+        raise Incompatible(f"a swarm trains without other techniques, not with {', '.join(more)}", "drop them")
 
 
 class Stage:

@@ -170,7 +170,7 @@ class SwarmTrainer:
 
     async def _pass_all(self, micros: list[_Micro], missing: dict[int, set[int]], factor: float) -> None:
         """Compute what is missing, two micro-batches for each peer at the same time."""
-        gate = asyncio.Semaphore(2 * sum(len(m) for m in self._members))
+        gate = asyncio.Semaphore(max(1, 2 * sum(len(m) for m in self._members)))
 
         async def one(k: int, need: set[int]) -> None:
             async with gate:

@@ -63,6 +63,7 @@ class Worker:
                     return
                 calls, self._calls = self._calls, []
                 batch = self._take()
+            batch = [item for item in batch if item[3].set_running_or_notify_cancel()]
             for function, found in calls:
                 _settle(found, function)
             if batch:
@@ -97,6 +98,8 @@ class Worker:
 
 
 def _settle(found: Future[Any], function: Callable[[], Any]) -> None:
+    if not found.set_running_or_notify_cancel():  # whoever asked has gone
+        return
     try:
         found.set_result(function())
     except Exception as e:
