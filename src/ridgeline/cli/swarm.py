@@ -16,7 +16,6 @@ from ridgeline.cli.base import (
     app,
     ctrl_c_between_steps,
     load,
-    next_command,
     number_of_bytes,
     require_checkpoint,
     say,
@@ -75,7 +74,7 @@ def serve(
 
     async def start() -> None:
         address = await server.start(host, port, reach)
-        next_command("swarm", "generate", checkpoint, "--join", address, "--prompt", "TEXT")
+        say(f"next: ridgeline swarm generate {checkpoint} --join {address} --prompt TEXT")
 
     _run(start(), server.stop)
 

@@ -11,7 +11,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.runtime.gradients import clip_factor
 from ridgeline.runtime.optimizer import learning_rate
-from ridgeline.serve.transfer.connection import Lost
 from ridgeline.serve.transfer.frames import BadPeer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
@@ -396,16 +394,19 @@ class SwarmTrainer:
 
     async def model(self) -> Transformer:
         """The whole model as it was trained."""
-        whole = build(self.e.model, dtype=DTYPES[self.e.dtype])
+        # Beside the event loop, which must not fall silent.
+        whole = await asyncio.to_thread(build, self.e.model, dtype=DTYPES[self.e.dtype])
         parameters = dict(whole.named_parameters())
         for s in range(self.stages):
-            stage = Stage(self.e, self.stages, s)
-            for a in list(self._members[s].values()):
-                with suppress(Lost, Refused):
+            stage = await asyncio.to_thread(Stage, self.e, self.stages, s)
+            for a in 2 * list(self._members[s].values()):
+                try:
                     stage.load(*await fetched(self.links, a.address, s))
                     break
+                except TROUBLE as e:
+                    self._why = str(e)
             else:
-                raise self._gone(s)
+                raise UserError(f"no peer of stage {s} gives its weights: {self._why}", "run the same command again")
             with torch.no_grad():
                 for name, p in stage.model.named_parameters():
                     parameters[name].copy_(p)

@@ -80,17 +80,19 @@ class Swarm(Technique):
             size = wire_bytes(graph.tokens, e.model.hidden_size, self.wire, DTYPE_BYTES[graph.dtype])
             send = Op("send", "communication", "p2p", bytes=size, link_bytes=size, ranks=2, axis="pp", wan=network)
             graph.pipeline = replace(pipe, send=send)
+            graph.each_block(_again, layers_only=True)
             for b in graph.blocks:
                 b.reduce = [changed(op, wan=network) for op in b.reduce]
 
-        g.closing.append(connect)
-        return g.each_block(self._again, layers_only=False)
+        def share(b: Block) -> None:
+            for p in b.params:
+                p.numel /= self.shared
 
-    def _again(self, b: Block) -> None:
-        """The forward pass once more in backward; weights may be those of several layers."""
-        if not b.is_layer:
-            return
-        b.backward[:0] = [changed(op, name=f"{op.name}.again", direction="backward", recompute=True)
-                          for op in b.forward if not op.axis]  # fmt: skip
-        for p in b.params:
-            p.numel /= self.shared
+        g.closing.append(connect)
+        return g.each_block(share, layers_only=True)
+
+
+def _again(b: Block) -> None:
+    """The forward pass once more in backward."""
+    b.backward[:0] = [changed(op, name=f"{op.name}.again", direction="backward", recompute=True)
+                      for op in b.forward if not op.axis]  # fmt: skip
