@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ridgeline.nn import build, save_checkpoint
+from ridgeline.nn.kernels import native
 from ridgeline.serve.transfer.connection import LoopThread
 from ridgeline.swarm.client import Swarm
 from ridgeline.swarm.server import Options, Server
@@ -38,6 +39,7 @@ class Local:
     """Servers on an event loop of this process. ``lines`` holds what they and the clients said."""
 
     def __init__(self, path: Path) -> None:
+        native.library()  # compiled before anything is timed
         self.path, self.lines = path, []
         self.servers: list[Server] = []
         self.addresses: list[str] = []

@@ -9,7 +9,6 @@ from tests.swarm.peers import SPEC, Local, Process, checkpoint
 from ridgeline.jobs.launch import free_port
 from ridgeline.nn import generate as generate_here
 from ridgeline.nn import load_checkpoint
-from ridgeline.nn.kernels import native
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.spec.errors import UserError
 from ridgeline.swarm.remote import RemoteModel
@@ -50,7 +49,6 @@ def alone(whole, prompt, count):
 
 def test_kill_9_of_a_span_mid_generation_gives_the_same_tokens(peers, path, whole, tmp_path):
     """Four processes; one on the way is killed after ten tokens."""
-    native.library()  # compiled once, not by every process
     port = str(free_port())
     first = Process(path, tmp_path, "--blocks", "0-1", "--port", port)
     join = ("--join", f"127.0.0.1:{port}")
