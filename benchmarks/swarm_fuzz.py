@@ -106,6 +106,7 @@ class Field:
         self.events["killed"] += 1
 
         async def cut() -> None:
+            peer.stopped = True
             for task in peer.tasks:
                 task.cancel()
             await peer.links.close()

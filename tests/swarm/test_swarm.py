@@ -90,6 +90,7 @@ class Swarm(Local):
         """Cut all its connections at once, as the end of its process would."""
 
         async def cut():
+            peer.stopped = True
             for task in peer.tasks:
                 task.cancel()
             await peer.links.close()

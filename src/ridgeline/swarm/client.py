@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,7 +93,7 @@ class Swarm:
         """Activations of an answer. Raises :class:`BadPeer`."""
         return decode_rows(name, answer.tensors, shape, dtype)
 
-    @contextmanager
+    @contextlib.contextmanager
     def watching(self, a: Announcement) -> Iterator[None]:
         """Bans the server, or avoids it for a while, for what goes wrong inside; raises that again."""
         try:
@@ -203,5 +203,7 @@ class Swarm:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, so that servers forget this client's sequences at once."""
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._links.close(), self.thread.loop).result(5)
         self.thread.stop()

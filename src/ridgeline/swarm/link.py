@@ -213,6 +213,7 @@ class Listener:
         """Peers that broke the rules."""
         self._banned: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: set[Connection] = set()
         self._server: asyncio.Server | None = None
         self._number = 0
 
@@ -235,6 +236,7 @@ class Listener:
         asked: set[asyncio.Task[None]] = set()
         pump: asyncio.Task[None] | None = None
         who = connection.peer
+        self._connections.add(connection)
         try:
             await connection.greet(self._secret, self._fingerprint, asks=False)
             pump = asyncio.create_task(connection.pump())
@@ -255,6 +257,7 @@ class Listener:
             pass
         finally:
             connection.close()
+            self._connections.discard(connection)
             for task in (*asked, *([pump] if pump else [])):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Lost, Exception):
@@ -299,6 +302,8 @@ class Listener:
         """Close all connections."""
         if self._server is not None:
             self._server.close()
+        for connection in list(self._connections):
+            connection.close()  # before Python 3.12 a cancellation may be lost in wait_for; this ends the task as well
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -42,7 +42,7 @@ class Peer:
         self.links = Links(self.peer, secret, identity, shape)
         self.listener = Listener(secret, identity, self._handle, self.gone, say)
         self.tasks: list[asyncio.Task[None]] = []
-        self.ready = False
+        self.stopped = self.ready = False
         """Whether it has loaded what it computes."""
         self._number, self._why = 0, ""
 
@@ -89,6 +89,7 @@ class Peer:
 
     async def stop(self) -> None:
         """Tell the others, and end."""
+        self.stopped = True
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -115,7 +116,7 @@ class Peer:
         )
 
     async def _keep_announcing(self) -> None:
-        while True:
+        while not self.stopped:
             await asyncio.sleep(self.announce_every * self.rng.uniform(0.5, 1.0))
             await self.announce()
 

@@ -89,8 +89,9 @@ class Server(Peer):
                  f"{self._throughput:.0f} tokens/s")  # fmt: skip
 
     async def _keep_balanced(self) -> None:
-        while True:
+        while not self.stopped:
             await asyncio.sleep(self.options.balance_every * self.rng.uniform(0.5, 1.5))
+            self.note()  # after a pause its own announcement may have expired
             start = choose_move(self.spans(), self.peer, self.spec.num_layers, self.rng)
             if start is not None:
                 await self._serve_blocks(range(start, start + self.engine.stop - self.engine.start))
@@ -116,7 +117,12 @@ class Server(Peer):
             if key in self._held:
                 raise BadPeer("it opened a sequence twice")
             engine, numbers = self.engine, [number(m, name) for name in ("start", "stop", "most")]
-            self._held[key] = await asyncio.wrap_future(self.worker.call(lambda: engine.open(owner, *numbers)))
+            opened = self.worker.call(lambda: engine.open(owner, *numbers))
+            try:
+                self._held[key] = await asyncio.wrap_future(opened)
+            except asyncio.CancelledError:  # the client has gone meanwhile
+                opened.add_done_callback(lambda f: f.cancelled() or f.exception() or self._forget(engine, f.result()))
+                raise
             return Answer()
         if op == "close":
             self._close((owner, text(m, "session")))
@@ -156,8 +162,10 @@ class Server(Peer):
     def _close(self, key: tuple[str, str]) -> None:
         held = self._held.pop(key, None)
         if held is not None:  # after steps that wait
-            engine = self.engine
-            self.worker.call(lambda: engine.close(held))
+            self._forget(self.engine, held)
+
+    def _forget(self, engine: SpanEngine, held: Held) -> None:
+        self.worker.call(lambda: engine.close(held))
 
     def gone(self, owner: str) -> None:
         """Its sequences are over."""
