@@ -102,8 +102,8 @@ class Field:
         done = self.run(trainer.train(Batch(ids, ids.roll(-1, 1))))
         rate = MICROS / done.seconds
         return {"seconds": done.seconds, "micro_batches_per_s": rate, "ideal_of_the_living": ideal,
-                "share": rate / ideal, "peers": done.peers, "recomputed": done.recomputed, "bytes": trainer.links.sent - sent,
-                "loss": done.loss}  # fmt: skip
+                "share": rate / ideal, "peers": done.peers, "recomputed": done.recomputed,
+                "bytes": trainer.links.sent - sent, "loss": done.loss}  # fmt: skip
 
 
 def run(wire: Wire, shape: Shape | None, churn: bool, steps: int) -> list[dict[str, Any]]:
