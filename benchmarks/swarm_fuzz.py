@@ -50,9 +50,10 @@ STAGES = 3
 
 def spoiled(answer: Any) -> Any:
     """An answer whose first tensor is not finite."""
-    for t in answer.tensors.values():
+    for name, t in answer.tensors.items():
         if t.is_floating_point():
-            t.view(-1)[0] = float("nan")
+            answer.tensors[name] = wrong = t.clone()
+            wrong.view(-1)[0] = float("nan")
             break
     return answer
 
@@ -217,15 +218,19 @@ def training(seconds: float, seed: int) -> dict[str, Any]:
     model.set_attention("naive")
     optimizer = make_optimizer(parameter_groups(list(model.parameters()), w), w)
     rng = torch.Generator().manual_seed(seed)
+
+    def covers(p: StagePeer, block: int) -> bool:
+        """Whether a peer trains a block; not before the trainer has taken it in, when its weights may be older."""
+        inside = {name for m in trainer._members for name in m}
+        return p.stage.layers.start <= block < p.stage.layers.stop and p.peer in inside
+
     worst, recomputed, stop = 0.0, 0, time.monotonic() + seconds
     while time.monotonic() < stop:
         ids = torch.randint(SPEC.vocab_size, (8, 16), generator=rng)
         batch = Batch(ids, ids.roll(-1, 1))
         work = asyncio.run_coroutine_threadsafe(trainer.train(batch), field.thread.loop)
         time.sleep(field.rng.uniform(0, 0.2))
-        # A peer counts once the trainer has taken it in: before, it may not have the newest weights.
-        inside = {name for m in trainer._members for name in m}
-        field.disturb(make(None), lambda p, b: p.stage.layers.start <= b < p.stage.layers.stop and p.peer in inside, 6)
+        field.disturb(make(None), covers, 6)
         done = work.result(300)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(w, done.step)
