@@ -196,7 +196,7 @@ def generation(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
 def training(seconds: float, seed: int) -> dict[str, Any]:
     """Steps while peers come and go, beside plain PyTorch."""
     device = Device(name="local", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=8e9, memory_bandwidth=1e10)
-    w = Pretrain(seq_len=16, batch_size=8, micro_batch_size=1, steps=10_000, optimizer="sgd", lr=0.1, warmup_steps=0,
+    w = Pretrain(seq_len=16, batch_size=8, micro_batch_size=1, steps=10_000, optimizer="sgd", lr=0.02, warmup_steps=0,
                  grad_clip=1.0)  # fmt: skip
     e = Experiment(model=SPEC, cluster=Cluster(device=device), workload=w)
     field = Field(seed)
@@ -224,7 +224,7 @@ def training(seconds: float, seed: int) -> dict[str, Any]:
         inside = {name for m in trainer._members for name in m}
         return p.stage.layers.start <= block < p.stage.layers.stop and p.peer in inside
 
-    worst, recomputed, stop = 0.0, 0, time.monotonic() + seconds
+    worst, norms, recomputed, stop = 0.0, 0.0, 0, time.monotonic() + seconds
     while time.monotonic() < stop:
         ids = torch.randint(SPEC.vocab_size, (8, 16), generator=rng)
         batch = Batch(ids, ids.roll(-1, 1))
@@ -237,13 +237,14 @@ def training(seconds: float, seed: int) -> dict[str, Any]:
         optimizer.zero_grad()
         total, count = token_loss(model(batch.ids, return_hidden=True), model.head, batch.labels)
         (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), w.grad_clip)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), w.grad_clip))
         optimizer.step()
         worst = max(worst, abs(done.loss - (total / count).item()))
+        norms = max(norms, abs(done.grad_norm / norm - 1))
         recomputed += done.recomputed
     field.run(trainer.close())
     field.thread.stop()
-    return {"steps": trainer.step, "worst_loss_difference": worst, "gradients_recomputed": recomputed,
+    return {"steps": trainer.step, "worst_loss_difference": worst, "worst_norm_difference": norms, "gradients_recomputed": recomputed,
             "events": field.events,
             "bans": sum("banned" in x for x in field.lines)}  # fmt: skip
 
@@ -266,7 +267,13 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     g, t = found["generation"], found["training"]
-    if g["wrong"] or g["leaked_blocks"] or not g["sequences"] or t["worst_loss_difference"] > 1e-3 or not t["steps"]:
+    if (
+        g["wrong"]
+        or g["leaked_blocks"]
+        or not g["sequences"]
+        or max(t["worst_loss_difference"], t["worst_norm_difference"]) > 1e-3
+        or not t["steps"]
+    ):
         raise SystemExit("an invariant does not hold")
 
 

@@ -130,14 +130,18 @@ class Peer:
     async def _exchange(self, address: str) -> bool:
         try:
             # A peer that hangs must not keep this one from announcing itself again in time.
-            asked = self.links.ask(address, "table", {"table": self.table.share()})
-            answer = await asyncio.wait_for(asked, 2 * self.announce_every)
-            self.table.merge(answer.message.get("table"))
+            asked = asyncio.create_task(self.links.ask(address, "table", {"table": self.table.share()}))
+            await asyncio.wait({asked}, timeout=2 * self.announce_every)
+            if not asked.done():
+                asked.add_done_callback(lambda t: t.cancelled() or t.exception())
+                asked.cancel()
+                raise Lost("it is too slow")
+            self.table.merge(asked.result().message.get("table"))
             return True
         except BadPeer as e:
             self._why = str(e)
             self.say(f"peer {address} refused: {e}")
-        except (Lost, Refused, asyncio.TimeoutError) as e:  # its announcement will expire
+        except (Lost, Refused) as e:  # its announcement will expire
             self._why = str(e)
         return False
 
