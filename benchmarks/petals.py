@@ -204,7 +204,7 @@ def main() -> None:
                           "same_tokens_as_plain": texts["offload"] == texts["plain"][:6]}  # fmt: skip
         out["plain"] = {"token_s": seconds["plain"], "rounds": rates["plain"]}
         out["bytes_per_token"] = {w: 6 * wire_bytes(1, SPEC.hidden_size, w) for w in ("blockwise8", "plain")}
-        out["recovery"] = [recovery(path, prompt, at) for at in (16, 128)]
+        out["recovery"] = [recovery(path, prompt, at) for at in (16, 64)]
     out |= {"model": SPEC.model_dump(exclude_defaults=True), "environment": fingerprint(), "load_after": load_average()}
     text = json.dumps(out, indent=1)
     print(text)

@@ -244,7 +244,8 @@ def training(seconds: float, seed: int) -> dict[str, Any]:
         recomputed += done.recomputed
     field.run(trainer.close())
     field.thread.stop()
-    return {"steps": trainer.step, "worst_loss_difference": worst, "worst_norm_difference": norms, "gradients_recomputed": recomputed,
+    return {"steps": trainer.step, "worst_loss_difference": worst, "worst_norm_difference": norms,
+            "gradients_recomputed": recomputed,
             "events": field.events,
             "bans": sum("banned" in x for x in field.lines)}  # fmt: skip
 

@@ -131,9 +131,9 @@ class Peer:
         try:
             # A peer that hangs must not keep this one from announcing itself again in time.
             asked = asyncio.create_task(self.links.ask(address, "table", {"table": self.table.share()}))
+            asked.add_done_callback(lambda t: t.cancelled() or t.exception())  # it may be given up
             await asyncio.wait({asked}, timeout=2 * self.announce_every)
             if not asked.done():
-                asked.add_done_callback(lambda t: t.cancelled() or t.exception())
                 asked.cancel()
                 raise Lost("it is too slow")
             self.table.merge(asked.result().message.get("table"))
