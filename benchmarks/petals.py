@@ -31,7 +31,7 @@ from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.packed_model import load_packed
-from ridgeline.runtime.train_build import Build
+from ridgeline.runtime.build import Build
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,12 @@ class Server(Peer):
             try:
                 self._held[key] = await asyncio.wrap_future(opened)
             except asyncio.CancelledError:  # the client has gone meanwhile
-                opened.add_done_callback(lambda f: f.cancelled() or f.exception() or self._forget(engine, f.result()))
+
+                def undo(f: Future[Held]) -> None:
+                    if not f.cancelled() and f.exception() is None:
+                        self._forget(engine, f.result())
+
+                opened.add_done_callback(undo)
                 raise
             return Answer()
         if op == "close":

@@ -20,7 +20,7 @@ from ridgeline.nn.checkpoint.checkpoint import config_dtype, load_into
 from ridgeline.nn.memory.decoder import find_decoder
 from ridgeline.nn.model.init import allocate
 from ridgeline.nn.model.transformer import Transformer
-from ridgeline.runtime.train_build import Build
+from ridgeline.runtime.build import Build
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.runner import PackedStep, Runner
 from ridgeline.serve.sequence import Sequence
