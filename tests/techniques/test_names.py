@@ -21,6 +21,7 @@ ORDINARY = {
     "recompute": "a phase of techniques, a color, and a column of published tables",
     "gptq": "a checkpoint format, and a solver that other quantizers start from",
     "mxfp4": "a checkpoint format",
+    "swarm": "a group of commands",
     "rtn": "a solver that another quantizer starts from",
 }
 """Names that are also other words: they count only where a plan or a technique is asked for by them."""

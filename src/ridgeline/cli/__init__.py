@@ -15,7 +15,7 @@ from ridgeline.spec.errors import UserError
 _COMMANDS = (
     "init", "predict", "explain", "probe", "validate", "plan", "calibrate", "train", "bench", "ablate", "study",
     "dissect", "compress", "eval", "finetune", "merge", "load", "top", "runs", "compare", "report", "techniques",
-    "models", "devices", "hardware", "serve", "router", "fleet", "generate", "web",
+    "models", "devices", "hardware", "serve", "router", "fleet", "swarm", "generate", "web",
 )  # fmt: skip
 """The modules that register the commands, in the order of ``ridgeline --help``."""
 for _name in _COMMANDS:

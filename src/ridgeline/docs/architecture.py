@@ -16,7 +16,7 @@ FLOORS = [
     ("techniques",),
     ("predict", "train", "compress", "serve"),
     ("search", "measure", "validate", "fleet"),
-    ("study",),
+    ("study", "swarm"),
     ("cli", "web", "docs"),
 ]
 """The packages, lowest floor first: none imports one on a higher floor (a test)."""

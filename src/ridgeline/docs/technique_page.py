@@ -9,7 +9,7 @@ from ridgeline.docs.effects import Effect
 from ridgeline.docs.markdown import table
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.system import System
-from ridgeline.techniques.cards import card
+from ridgeline.techniques.cards import card, state
 from ridgeline.techniques.matrix import Pair
 from ridgeline.techniques.parts import PARTS
 from ridgeline.techniques.registry import registry
@@ -51,7 +51,7 @@ def _facts(c: dict[str, Any]) -> str:
         f"- **Contract:** {contract}",
     ]
     if not c["runs"]:
-        lines.append("- **State:** can be predicted, not yet run")
+        lines.append("- **State:** " + state(c))
     return "\n".join(lines)
 
 

@@ -82,6 +82,9 @@ class Op:
     """attention: storage dtype of keys and values; empty: they are of ``dtype``."""
     kernel: str = ""
     """attention: library of the fused kernel, flash (default), biased, portable, latent or trtllm."""
+    wan: tuple[float, float] | None = None
+    """For a collective: (seconds there and back, bytes/s of each end) of a network that it takes instead of the
+    cluster's."""
     role: Role = ""
     """What it computes in backward, where that matters: gradients of parameters, or the gathering of a divided
     input."""

@@ -116,7 +116,7 @@ class Runner:
             step.ids += seq.tokens[start:stop] if stop <= known else (seq.tokens + seq.draft)[start:stop]
             row = len(step.at)
             step.at += range(start, stop)
-            step.pieces.append(self._piece(seq, row, start, stop, step.slots))
+            step.pieces.append(self.piece(seq, row, start, stop, step.slots))
         return step
 
     def rows(self, batch: list[tuple[Sequence, int]]) -> list[int]:
@@ -124,14 +124,24 @@ class Runner:
         counts = [n for _, n in batch]
         return [max(counts)] * len(counts) if self.padded else counts
 
-    @torch.inference_mode()
-    def execute(self, step: PackedStep) -> Tensor:
-        """Do a step: copies, then the packed pass."""
+    def _lay_out(self, step: PackedStep) -> None:
+        """Copy blocks, and tell attention where everything is."""
         self._copy(step.copies)
         self.layout.slots = torch.tensor(step.slots, dtype=torch.long, device=self.device)
         self.layout.pieces = step.pieces
         if self.layout.kernel is not None:
             self.layout.singles = singles(step.pieces, self.block_size, self.device)
+
+    @torch.inference_mode()
+    def execute_rows(self, step: PackedStep, x: Tensor, names: tuple[str, ...]) -> Tensor:
+        """Do a step of hidden states [T, H] through the layers ``names`` alone → [T, H]."""
+        self._lay_out(step)
+        return self.layers(x[None], torch.tensor(step.at, device=self.device), names)[0]
+
+    @torch.inference_mode()
+    def execute(self, step: PackedStep) -> Tensor:
+        """Do a step: copies, then the packed pass."""
+        self._lay_out(step)
         ids, at = torch.tensor([step.ids, step.at], device=self.device)
         self.kinds = torch.tensor([step.kinds], device=self.device) if step.kinds else None
         compute = self.compute if self.kinds is None else self.forward  # recorded passes have one kind
@@ -148,7 +158,9 @@ class Runner:
             self.kinds = spread
         return compute(wide[:1], wide[1])[real]
 
-    def _piece(self, seq: Sequence, row: int, start: int, stop: int, slots: list[int]) -> Piece:
+    def piece(self, seq: Sequence, row: int, start: int, stop: int, slots: list[int]) -> Piece:
+        """Tokens ``start`` to ``stop`` of a sequence as the rows of a step from ``row`` on; their slots go to
+        ``slots``."""
         n, size = stop - start, self.block_size
         if not self.keeps:
             return Piece(row, row + n, [], own=True)
@@ -173,15 +185,17 @@ class Runner:
         x: Tensor = self.model.embed(ids, at[None], self.kinds)
         return x
 
-    def layers(self, x: Tensor, at: Tensor) -> Tensor:
-        """The layers on this rank, [1, T, H] → [1, T, H]."""
+    def layers(self, x: Tensor, at: Tensor, names: tuple[str, ...] = ()) -> Tensor:
+        """The layers on this rank, or those of ``names``, [1, T, H] → [1, T, H]."""
+        decoder = None if names and len(names) < len(self.model.layers) else self.decoder
         ropes = {kind: None if t is None else (t[0][at], t[1][at]) for kind, t in self._tables.items()}
         s = self.layout.singles
-        if self.decoder is not None and s is not None and len(s.rows) == x.shape[1] <= self.decoder.most_rows:
+        if decoder is not None and s is not None and len(s.rows) == x.shape[1] <= decoder.most_rows:
             if self._described is None:
                 self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
-            return self.decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
-        for i, (name, block) in enumerate(self.model.layers.items()):
+            return decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
+        for i, name in enumerate(names or self.model.layers):
+            block = self.model.layers[name]
             x = block(x, NO_MASK, ropes[bool(block.windowed)], self.cache[name])
             if self.after_layer is not None:
                 self.after_layer(i)

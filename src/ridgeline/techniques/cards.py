@@ -42,6 +42,7 @@ def card(cls: type[Technique]) -> dict[str, Any]:
         "requires": list(partners(cls.model_validate(dict(c.example)))),
         "unpredicted": dict(c.unpredicted),
         "runs": c.runs,
+        "runs_by": c.runs_by,
         "options": options,
     }
 
@@ -77,7 +78,7 @@ def card_table(c: dict[str, Any]) -> str:
         f"  place     {c['taxonomy']}, phase {c['phase']}",
         f"  tasks     {', '.join(c['tasks'])}",
         f"  contract  {_contract(c)}",
-        *([] if c["runs"] else ["  state     can be predicted, not yet run"]),
+        *([] if c["runs"] else [f"  state     {state(c)}"]),
         *(f"  the same  in {tasks}: {why}" for why, tasks in unpredicted(c).items()),
         "",
         "  options" if c["options"] else "  no options",
@@ -87,6 +88,11 @@ def card_table(c: dict[str, Any]) -> str:
     example = c["options"][0] if c["options"] else None
     use = f"{c['name']}:{example['name']}={_value(example['default'])}" if example else c["name"]
     return "\n".join([*lines, "", f"  use       --with {use}"])
+
+
+def state(c: dict[str, Any]) -> str:
+    """Where a technique is run that engines do not run."""
+    return f"run by `{c['runs_by']}`, predicted in a plan" if c["runs_by"] else "can be predicted, not yet run"
 
 
 def unpredicted(c: dict[str, Any]) -> dict[str, str]:

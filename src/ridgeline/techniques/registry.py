@@ -258,9 +258,10 @@ def require_runnable(e: Experiment) -> None:
         here = t.card.runs_in is None or e.task in t.card.runs_in
         if not (t.runs and here):
             where = " with these options" if t.card.runs and here else "" if here else f" in task {e.task!r}"
+            own = t.card.runs_by
             raise Incompatible(
-                f"{t.card.name} can be predicted{where}, not yet run",
-                "use `ridgeline predict`, or remove it from the plan",
+                f"{t.card.name} can be predicted{where}, not {'run as part of a plan' if own else 'yet run'}",
+                f"use {f'`{own}`, ' if own else ''}`ridgeline predict`, or remove it from the plan",
             )
 
 

@@ -93,6 +93,8 @@ class Card:
     this)."""
     runs: bool = True
     """Whether it is implemented in the engines; False: it can be predicted, not yet run."""
+    runs_by: str = ""
+    """The command that runs it, where engines do not."""
     runs_in: frozenset[str] | None = None
     """Tasks in which the engines implement it, if not all of ``tasks``."""
     needs_model: Mapping[str, Any] = field(default_factory=dict)

@@ -62,6 +62,8 @@ def collective_time(op: Op, cluster: Cluster) -> Timed:
     n = op.ranks
     if n < 2:
         return Timed(0.0, "link", "one rank", 0.0)
+    if op.wan is not None:
+        return Timed(_wide_area(op, *op.wan), "link", "the plan's network", 0.1)
     device = cluster.device
     kind = "all_gather" if op.kind == "ring" else op.kind  # a pass around a ring is one, hop by hop
     measured = find_rate(device, kind, "", "fp32")
@@ -71,6 +73,13 @@ def collective_time(op: Op, cluster: Cluster) -> Timed:
     c = m.efficiency.collective
     seconds = algorithm_time(m, c, kind, n, op.link_bytes, path(c, cluster, n, op.stride), op.dtype)
     return Timed(seconds, "link", m.source, m.spread("collective"))
+
+
+def _wide_area(op: Op, rtt: float, rate: float) -> float:
+    """Seconds over a network of ``rate`` bytes/s at each end; a question and its answer, or a ring of n ranks."""
+    if op.kind == "all_reduce":
+        return 2 * (op.ranks - 1) * (rtt / 2 + op.link_bytes / op.ranks / rate)
+    return (rtt if op.kind == "ask" else rtt / 2) + op.link_bytes / rate
 
 
 def path(c: CollectiveConstants, cluster: Cluster, ranks: int, stride: int = 1) -> Path:

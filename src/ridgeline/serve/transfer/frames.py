@@ -45,6 +45,10 @@ class Kind(IntEnum):
     """The prompt was not computed."""
     PING = 7
     """Still there."""
+    ASK = 8
+    """A question of a swarm's peer."""
+    ANSWER = 9
+    """The answer to one."""
 
 
 class BadPeer(Exception):
