@@ -6,7 +6,8 @@ from tests.training import experiment, train
 
 from ridgeline.spec.model import ModelSpec
 
-SHARDED = ["llama", "llama_mha_bias_tied", "qwen3", "qwen3_moe", "phi3", "granite", "mixtral", "gpt2", "bert"]
+SHARDED = ["llama", "llama_mha_bias_tied", "qwen3", "qwen3_moe", "deepseek_v3", "phi3", "granite", "mixtral", "gpt2",
+           "bert"]  # fmt: skip
 
 
 def family(name, corpus, *plan, ranks=1):
@@ -48,3 +49,15 @@ def test_adapters_on_integer_weights(name, corpus):
     curve = train(family(name, corpus, "lora:targets=q_proj+o_proj", "rtn"), uneven=name != "bert")
     assert curve.moved > 0
     assert {n.rpartition(".")[2] for n in curve.trained} == {"lora_a", "lora_b"}
+
+
+DIVIDED = ["expert_parallel:degree=2", "tensor_parallel:degree=2", "tensor_parallel:degree=2+sequence_parallel",
+           "pipeline:degree=2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", DIVIDED)
+def test_latent_attention_and_shared_experts_divided(plan, corpus, reference):
+    other = train(family("deepseek_v3", corpus, *plan.split("+"), ranks=2))
+    expected = reference("deepseek_v3")
+    assert other.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert other.norms == pytest.approx(expected.norms, rel=1e-4)
