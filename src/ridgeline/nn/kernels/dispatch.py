@@ -19,6 +19,12 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@lru_cache(maxsize=8)
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; for tensors without a GPU, those of an H100."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def usable(*tensors: Tensor | None) -> bool:
     """Whether the kernels support these tensors: plain tensors on one kind of device, of a supported dtype."""
     given = [t for t in tensors if t is not None]

@@ -1,121 +1,371 @@
-"""Attention of single new tokens over a paged pool in Triton, for CUDA devices (vLLM's paged attention,
+"""Attention of a step's new tokens over a paged pool in Triton, for CUDA devices (vLLM's paged attention,
 arXiv:2309.06180; keys split over programs and merged as in flash decoding).
 
-The pool holds keys and values as [G, slots, D]; a sequence's table names its blocks of ``block`` slots. A program takes
-the query heads of one key head of one sequence and a part of its keys. Scores and sums are fp32. Imported only where
-Triton is installed.
+The pool holds keys and values as [G, slots, D], plain or as codes (:mod:`ridgeline.nn.quant.quantized_kv`); a
+sequence's table names its blocks of slots. Query heads that share a key head, of all new tokens of a sequence, are rows
+of one product on tensor cores: single tokens, drafts and chunks of prompts run in the same kernel. Few rows are split
+over programs by each sequence's own length. Scores and sums are fp32. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
+from ridgeline.nn.kernels.dispatch import processors
 from ridgeline.nn.model.attention import ScoreChanges
+from ridgeline.nn.quant.quantized_kv import ByteCodes, Codes, NibbleCodes
 
 TILE = 64
 """Keys of one step of a program."""
-_PROGRAMS = 264
-"""Programs that fill a large device twice."""
+LEAST = 4
+"""Tiles of keys of a part at least."""
+FEW_ROWS = 64
+"""Most rows (new tokens times heads of a key head) of a sequence whose keys are split over programs."""
+_LOG2E = 1.4426950408889634
+_KINDS = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3, "native fp8": 4}
 
 
 @triton.jit
-def _part(q, k, v, table, lengths, acc, stats, slopes, sinks, slots, blocks, groups, repeat, window, part, splits,
-          scale, cap, CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr,
-          WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Attention of one sequence's heads of one group over keys ``part * i`` to ``part * (i + 1)``."""
-    b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + b)
-    first = tl.maximum(s * part, tl.maximum(0, length - window))
-    last = tl.minimum((s + 1) * part, length)
-    heads, wide = tl.arange(0, HEADS), tl.arange(0, PADDED)
-    mine, inside = heads < repeat, wide < WIDTH
-    at = ((b * groups + g) * repeat + heads)[:, None] * WIDTH + wide[None, :]
-    query = tl.load(q + at, mine[:, None] & inside[None, :], other=0.0).to(tl.float32) * scale
-    peak = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
+def _loaded(place, mask, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Stored numbers in ``dtype``: plain, codes of int8, or of fp8 (e4m3), for which processors before 8.9 have no
+    instruction: its bits in fp16 are 1/256 of its value."""
+    x = tl.load(place, mask, other=0)
+    if KIND == 3:
+        bits = x.to(tl.int32)
+        x = ((bits + (bits & 128)) << 7).to(tl.int16).to(tl.float16, bitcast=True)
+    elif KIND == 4:
+        x = x.to(tl.float8e4nv, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _nibbles(codes, HALF: tl.constexpr, dtype: tl.constexpr):
+    """128 + the low or high (``HALF`` 1) nibbles of bytes: bits of a mantissa, so that nothing is converted."""
+    nibbles = (codes.to(tl.int16) >> (4 * HALF)) & 15
+    if dtype == tl.float16:
+        return ((nibbles << 3) | 0x5800).to(tl.float16, bitcast=True)
+    return (nibbles | 0x4300).to(tl.bfloat16, bitcast=True).to(dtype)
+
+
+@triton.jit
+def _group_scales(scale, slot, wide, there, inside, HALF: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr):
+    """Of one half of a head: [TILE] where that lies in one group, else of each number, [TILE, PADDED]."""
+    GROUPS: tl.constexpr = 2 * STORED // GROUP
+    EACH: tl.constexpr = STORED // GROUP
+    if GROUP < STORED and STORED == wide.shape[0]:  # powers of two
+        at = slot[:, None] * GROUPS + HALF * EACH + tl.arange(0, EACH)[None, :]
+        some = tl.load(scale + at, there[:, None], other=0.0).to(tl.float32)
+        return tl.reshape(tl.broadcast_to(some[:, :, None], [slot.shape[0], EACH, GROUP]), [slot.shape[0], STORED])
+    elif GROUP < STORED:
+        at = slot[:, None] * GROUPS + ((HALF * STORED + wide) // GROUP)[None, :]
+        return tl.load(scale + at, there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    else:
+        return tl.load(scale + slot * GROUPS + HALF * STORED // GROUP, there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _half_scores(query, sums, codes, scale, least, slot, wide, there, inside, HALF: tl.constexpr, STORED: tl.constexpr,
+                 GROUP: tl.constexpr):  # fmt: skip
+    """Products of one half of the queries [ROWS, PADDED], whose sums are ``sums`` [ROWS], with keys in nibbles."""
+    keys = _nibbles(codes, HALF, query.dtype)
+    scales = _group_scales(scale, slot, wide, there, inside, HALF, STORED, GROUP)
+    lows = _group_scales(least, slot, wide, there, inside, HALF, STORED, GROUP)
+    if GROUP < STORED:
+        keys = ((keys.to(tl.float32) - 128.0) * scales + lows).to(query.dtype)
+        return tl.dot(query, tl.trans(keys), input_precision="ieee")
+    else:
+        found = tl.dot(query, tl.trans(keys), input_precision="ieee") * scales[None, :]
+        return found + sums[:, None] * (lows - 128.0 * scales)[None, :]
+
+
+@triton.jit
+def _half_values(weights, out, rest, codes, scale, least, slot, wide, there, inside, HALF: tl.constexpr,
+                 STORED: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """``out`` [ROWS, PADDED] and ``rest`` [ROWS], which belongs to each of its columns, with values in nibbles added."""
+    values = _nibbles(codes, HALF, dtype)
+    scales = _group_scales(scale, slot, wide, there, inside, HALF, STORED, GROUP)
+    lows = _group_scales(least, slot, wide, there, inside, HALF, STORED, GROUP)
+    if GROUP < STORED:
+        values = ((values.to(tl.float32) - 128.0) * scales + lows).to(dtype)
+        return tl.dot(weights.to(dtype), values, out, input_precision="ieee"), rest
+    else:
+        scaled = (weights * scales[None, :]).to(dtype)
+        rest += tl.sum(weights * lows[None, :] - 128.0 * scaled.to(tl.float32), 1)
+        return tl.dot(scaled, values, out, input_precision="ieee"), rest
+
+
+@triton.jit
+def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, table, lengths, starts, slopes, sinks,
+            slots, blocks, groups, repeat, q_row, q_head, window, splits, scale, cap, KIND: tl.constexpr,
+            GROUP: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+            BLOCK: tl.constexpr, STORED: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+            LEAST: tl.constexpr):  # fmt: skip
+    """``ROWS`` rows of one sequence and one key head over one part of the keys that they see.
+
+    ``STORED``: numbers in a stored row, half of a head's where two 4-bit codes share a byte; these are multiplied half
+    by half.
+    """
+    g, s = tl.program_id(1), tl.program_id(2)
+    b = tl.load(work + tl.program_id(0) * 2)
+    first_row = tl.load(work + tl.program_id(0) * 2 + 1)
+    length, start = tl.load(lengths + b), tl.load(starts + b)
+    count = tl.load(starts + b + 1) - start
+    WIDTH: tl.constexpr = STORED * 2 if KIND == 2 else STORED
+    rows, wide = first_row + tl.arange(0, ROWS), tl.arange(0, PADDED)
+    query, head = rows // repeat, g * repeat + rows % repeat
+    mine, inside = query < count, wide < STORED
+    both = mine[:, None] & inside[None, :]
+    position = length - count + query
+    # What the first row and the last one see bounds the keys.
+    seen = tl.minimum(length - count + (first_row + ROWS - 1) // repeat, length - 1) + 1
+    seen = tl.where(first_row < count * repeat, seen, 0)
+    begin = tl.maximum(0, length - count + first_row // repeat + 1 - window) // TILE * TILE
+    part = tl.maximum(tl.cdiv(tl.cdiv(seen - begin, TILE), splits), LEAST) * TILE
+    begin += s * part
+    end = tl.minimum(begin + part, seen)
+    place = q + (start + query).to(tl.int64)[:, None] * q_row + head[:, None] * q_head + wide[None, :]
+    low = tl.load(place, both, other=0.0)
+    if KIND == 2:
+        high = tl.load(place + STORED, both, other=0.0)
+        sums_low, sums_high = tl.sum(low.to(tl.float32), 1), tl.sum(high.to(tl.float32), 1)
+        out_high = tl.zeros([ROWS, PADDED], tl.float32)
+        rest_low, rest_high = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    if KIND >= 3 and low.dtype == tl.bfloat16:
+        low = low.to(tl.float16)  # to which fp8 is converted in one instruction
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     if SINKS:  # one more key, without a value, in the first part
-        sink = tl.load(sinks + g * repeat + heads, mine, other=0.0)
+        sink = tl.load(sinks + head, mine, other=0.0) * 1.4426950408889634
         peak = tl.where(s == 0, sink, peak)
         total = tl.where(s == 0, 1.0, total)
     if SLOPES:
-        slope = tl.load(slopes + g * repeat + heads, mine, other=0.0)
-    out = tl.zeros([HEADS, PADDED], tl.float32)
-    for start in range(first // TILE * TILE, last, TILE):
-        n = start + tl.arange(0, TILE)
-        visible = (n >= first) & (n < last)
-        block = tl.load(table + b * blocks + n // BLOCK, visible, other=0)
-        slot = g.to(tl.int64) * slots + block.to(tl.int64) * BLOCK + n % BLOCK
-        place = slot[:, None] * WIDTH + wide[None, :]
-        both = visible[:, None] & inside[None, :]
-        keys = tl.load(k + place, both, other=0.0).to(tl.float32)
-        scores = tl.sum(query[:, None, :] * keys[None, :, :], 2)
+        slope = tl.load(slopes + head, mine, other=0.0)
+    out_low = tl.zeros([ROWS, PADDED], tl.float32)
+    base = g.to(tl.int64) * slots
+    k += base * STORED
+    v += base * STORED
+    if KIND == 1:
+        k_scale += base
+        v_scale += base
+    if KIND == 2:
+        k_scale += base * (WIDTH // GROUP)
+        k_least += base * (WIDTH // GROUP)
+        v_scale += base * (WIDTH // GROUP)
+        v_least += base * (WIDTH // GROUP)
+    for at in range(begin, end, TILE):
+        n = at + tl.arange(0, TILE)
+        there = n < end
+        block = tl.load(table + b * blocks + n // BLOCK, there, other=0)
+        slot = block.to(tl.int64) * BLOCK + n % BLOCK
+        spot = slot[:, None] * STORED + wide[None, :]
+        held = there[:, None] & inside[None, :]
+        if KIND == 2:
+            codes = tl.load(k + spot, held, other=0)
+            scores = _half_scores(low, sums_low, codes, k_scale, k_least, slot, wide, there, inside, 0, STORED, GROUP)
+            scores += _half_scores(high, sums_high, codes, k_scale, k_least, slot, wide, there, inside, 1, STORED, GROUP)
+            scores *= scale
+        else:
+            keys = _loaded(k + spot, held, KIND, low.dtype)
+            scores = tl.dot(low, tl.trans(keys), input_precision="ieee") * scale
+            if KIND == 1:
+                scores *= tl.load(k_scale + slot, there, other=0.0).to(tl.float32)[None, :]
         if CAPPED:
             turned = tl.exp(-2.0 * tl.abs(scores) / cap)
             size = cap * (1.0 - turned) / (1.0 + turned)
             scores = tl.where(scores < 0, -size, size)
         if SLOPES:
             scores += slope[:, None] * (n + 1 - length)[None, :].to(tl.float32)
-        scores = tl.where(visible[None, :], scores, float("-inf"))
+        visible = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window) & there[None, :]
+        scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
-        shrink = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - higher))
-        weights = tl.where(visible[None, :], tl.exp(scores - higher[:, None]), 0.0)
-        values = tl.load(v + place, both, other=0.0).to(tl.float32)
+        top = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has not seen any key
+        shrink = tl.exp2(peak - top)
+        weights = tl.exp2(scores - top[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        out = out * shrink[:, None] + tl.sum(weights[:, :, None] * values[None, :, :], 1)
+        out_low = out_low * shrink[:, None]
+        if KIND == 2:
+            codes = tl.load(v + spot, held, other=0)
+            out_low, rest_low = _half_values(weights, out_low, rest_low * shrink, codes, v_scale, v_least, slot, wide,
+                                             there, inside, 0, STORED, GROUP, low.dtype)  # fmt: skip
+            out_high, rest_high = _half_values(weights, out_high * shrink[:, None], rest_high * shrink, codes, v_scale,
+                                               v_least, slot, wide, there, inside, 1, STORED, GROUP, low.dtype)  # fmt: skip
+        else:
+            values = _loaded(v + spot, held, KIND, low.dtype)
+            if KIND == 1:
+                weights *= tl.load(v_scale + slot, there, other=0.0).to(tl.float32)[None, :]
+            out_low = tl.dot(weights.to(low.dtype), values, out_low, input_precision="ieee")
         peak = higher
-    row = ((b * groups + g) * repeat + heads) * splits + s
-    tl.store(acc + row[:, None] * WIDTH + wide[None, :], out, mine[:, None] & inside[None, :])
-    tl.store(stats + row * 2, peak, mine)
-    tl.store(stats + row * 2 + 1, total, mine)
+    if KIND == 2:
+        out_low += rest_low[:, None]
+        out_high += rest_high[:, None]
+    if KIND == 3:
+        out_low *= 256.0
+    line = (start + query).to(tl.int64) * (groups * repeat) + head
+    if SPLIT:
+        to = acc + (line * splits + s)[:, None] * WIDTH + wide[None, :]
+        tl.store(to, out_low, both & (total > 0)[:, None])
+        if KIND == 2:
+            tl.store(to + STORED, out_high, both & (total > 0)[:, None])
+        tl.store(stats + (line * splits + s) * 2, peak, mine)
+        tl.store(stats + (line * splits + s) * 2 + 1, total, mine)
+    else:
+        to = out + line[:, None] * WIDTH + wide[None, :]
+        tl.store(to, (out_low / total[:, None]).to(out.dtype.element_ty), both)
+        if KIND == 2:
+            tl.store(to + STORED, (out_high / total[:, None]).to(out.dtype.element_ty), both)
 
 
 @triton.jit
-def _merge(acc, stats, out, splits, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr):
-    """Merge one head's parts, weighted by their fractions of the whole softmax sum."""
-    row = tl.program_id(0)
+def _merge(acc, stats, out, work, starts, repeat, groups, splits, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+           SPLITS: tl.constexpr):  # fmt: skip
+    """Merge one row's parts, weighted by their fractions of the whole softmax sum."""
+    b = tl.load(work + tl.program_id(0) * 2)
+    row = tl.load(work + tl.program_id(0) * 2 + 1) + tl.program_id(2)
+    start = tl.load(starts + b)
+    query = row // repeat
+    mine = query < tl.load(starts + b + 1) - start
+    line = (start + query).to(tl.int64) * (groups * repeat) + tl.program_id(1) * repeat + row % repeat
     part, wide = tl.arange(0, SPLITS), tl.arange(0, PADDED)
-    there, inside = part < splits, wide < WIDTH
-    peak = tl.load(stats + (row * splits + part) * 2, there, other=float("-inf"))
-    total = tl.load(stats + (row * splits + part) * 2 + 1, there, other=0.0)
-    weight = tl.where(total > 0, tl.exp(peak - tl.max(peak, 0)), 0.0)
-    place = (row * splits + part)[:, None] * WIDTH + wide[None, :]
-    parts = tl.load(acc + place, there[:, None] & inside[None, :], other=0.0)
+    there, inside = (part < splits) & mine, (wide < WIDTH) & mine
+    peak = tl.load(stats + (line * splits + part) * 2, there, other=float("-inf"))
+    total = tl.load(stats + (line * splits + part) * 2 + 1, there, other=0.0)
+    weight = tl.where(total > 0, tl.exp2(peak - tl.max(peak, 0)), 0.0)
+    place = (line * splits + part)[:, None] * WIDTH + wide[None, :]
+    parts = tl.load(acc + place, (total > 0)[:, None] & inside[None, :], other=0.0)
     merged = tl.sum(parts * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(out + row * WIDTH + wide, merged.to(out.dtype.element_ty), inside)
+    tl.store(out + line * WIDTH + wide, merged.to(out.dtype.element_ty), inside)
 
 
-def paged_decode(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, block: int, window: int = 0,
+@dataclass(frozen=True)
+class Work:
+    """Which rows of a step one launch takes: those of sequences with few of them, or with many."""
+
+    items: Tensor
+    """int32 [W, 2]: the sequence, and the first of its rows (new token · heads of a key head + head)."""
+    rows: int
+    """Rows of an item: a power of two, 16 or more."""
+    used: int
+    """The most of them that any item has."""
+    split: bool
+    """Whether keys are split over programs."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The sequences of a step, on the device."""
+
+    table: Tensor
+    """int32 [B, blocks]: their blocks."""
+    lengths: Tensor
+    """int32 [B]: their tokens, new ones included."""
+    starts: Tensor
+    """int32 [B + 1]: the rows of the step at which their new tokens begin, one after the other."""
+    block: int
+    """Slots of a block."""
+    work: tuple[Work, ...]
+
+
+def divide(
+    counts: list[int], repeat: int, width: int, kind: str = ""
+) -> list[tuple[list[tuple[int, int]], int, int, bool]]:
+    """The items, rows, used rows and splitting of :class:`Work` for sequences with ``counts`` new tokens, whose key
+    heads have ``repeat`` heads of ``width`` each, and whose pool is of ``kind``."""
+    found = []
+    most_rows = 128 if width <= 128 and kind != "int4" else 64  # of a program: as many as registers hold
+    for many in (False, True):
+        mine = [(b, n * repeat) for b, n in enumerate(counts) if n and (n * repeat > FEW_ROWS) == many]
+        if not mine:
+            continue
+        most = max(n for _, n in mine)
+        rows = most_rows if many else max(16, triton.next_power_of_2(most))
+        items = [(b, first) for b, n in mine for first in range(0, n, rows)]
+        found.append((items, rows, min(most, rows), not many))
+    return found
+
+
+def pages(
+    table: Tensor, lengths: Tensor, counts: list[int], block: int, repeat: int, width: int, kind: str = ""
+) -> Pages:
+    """:class:`Pages` of sequences with ``counts`` new tokens each."""
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    work = [
+        Work(torch.tensor(items, dtype=torch.int32).to(table.device), rows, used, split)
+        for items, rows, used, split in divide(counts, repeat, width, kind)
+    ]
+    return Pages(table, lengths, starts.to(table.device), block, tuple(work))
+
+
+@lru_cache(maxsize=8)
+def _slopes(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def _stored(store: Tensor | Codes, out: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
+    """The kind of a store [1, G, slots, ·] (plain: its tensor), its numbers, scales and minima."""
+    if isinstance(store, Tensor):
+        return "plain", store, out, out
+    if isinstance(store, ByteCodes):
+        return "int8", store.codes, store.scale, out
+    if isinstance(store, NibbleCodes):
+        return "int4", store.codes, store.scale, store.least
+    return "native fp8" if _capability() >= 89 else "fp8", store.codes.view(torch.uint8), out, out
+
+
+def _capability() -> int:
+    """The device's compute capability (90: 9.0); 0 in Triton's interpreter."""
+    return int(driver.active.get_current_target().arch) if isinstance(_attend, triton.JITFunction) else 0
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor | Codes, values: Tensor | Codes, given: Pages, window: int = 0,
     changes: ScoreChanges | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of ``q`` [B, H, D] over the pool ``keys`` and ``values`` [G, slots, D] → [B, H, D].
+    """Attention of ``q`` [T, H, D] (any strides but the last) over the pool, plain tensors or codes [1, G, slots, ·] →
+    [T, H, D]. Keys and values of the new tokens are in the pool already.
 
-    ``table`` [B, blocks] int32 names each sequence's blocks of ``block`` slots, ``lengths`` [B] int32 its tokens;
-    ``window``: newest tokens that are seen, 0: all. ``changes``: what happens to scores.
+    ``window``: newest tokens that a token sees, 0: all. ``changes``: what happens to scores.
     """
-    batch, heads, width = q.shape
-    groups, slots, _ = keys.shape
-    longest = table.shape[1] * block
-    splits = max(1, min(triton.cdiv(longest, 4 * TILE), _PROGRAMS // (batch * groups)))
-    part = triton.cdiv(triton.cdiv(longest, splits), TILE) * TILE
-    splits = triton.cdiv(longest, part)
-    acc = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=q.device)
-    stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q.device)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    padded, repeat = triton.next_power_of_2(width), heads // groups
+    heads, width = q.shape[1:]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    (kind, k, k_scale, k_least), (_, v, v_scale, v_least) = _stored(keys, out), _stored(values, out)
+    groups, slots, stored = k.shape[1:]
+    repeat, padded = heads // groups, max(16, triton.next_power_of_2(stored))
     changes = changes or ScoreChanges(None, None, None)
-    slopes = out if changes.slopes is None else torch.tensor(changes.slopes, dtype=torch.float32, device=q.device)
+    slopes = out if changes.slopes is None else _slopes(changes.slopes, q.device)
     sinks = out if changes.sinks is None else changes.sinks.float().contiguous()
-    _part[batch, groups, splits](
-        q.contiguous(), keys, values, table, lengths, acc, stats, slopes, sinks, slots, table.shape[1], groups, repeat,
-        window or 2**30, part, splits, width**-0.5, changes.soft_cap or 1.0, CAPPED=changes.soft_cap is not None,
-        SLOPES=changes.slopes is not None, SINKS=changes.sinks is not None, BLOCK=block, WIDTH=width, PADDED=padded,
-        HEADS=triton.next_power_of_2(repeat), TILE=TILE,
-    )  # fmt: skip
-    _merge[(batch * heads,)](acc, stats, out, splits, WIDTH=width, PADDED=padded, SPLITS=triton.next_power_of_2(splits))
+    group = keys.group if isinstance(keys, NibbleCodes) else width
+    for work in given.work:
+        count = len(work.items)
+        longest = given.table.shape[1] * given.block
+        splits = min(triton.cdiv(longest, LEAST * TILE), 2 * processors(q.device) // (count * groups))
+        splits = max(1, splits) if work.split else 1
+        acc, stats = (
+            torch.empty((len(q), heads, splits, n) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
+            for n in (width, 2)
+        )
+        small = not work.split and width > (128 if _capability() >= 90 and kind != "int4" else 64)
+        tile = TILE // 2 if q.dtype == torch.float32 or small else TILE
+        _attend[count, groups, splits](
+            q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work.items, given.table, given.lengths,
+            given.starts, slopes, sinks, slots, given.table.shape[1], groups, repeat, q.stride(0), q.stride(1),
+            window or 2**30, splits, width**-0.5 * (256.0 if kind == "fp8" else 1.0), changes.soft_cap or 1.0,
+            KIND=_KINDS[kind], GROUP=group, CAPPED=changes.soft_cap is not None, SLOPES=changes.slopes is not None,
+            SINKS=changes.sinks is not None, SPLIT=splits > 1, BLOCK=given.block, STORED=stored, PADDED=padded,
+            ROWS=work.rows, TILE=tile, LEAST=LEAST, num_warps=4 if work.rows < 64 else 8,
+            num_stages=3 if work.split else 2,
+        )  # fmt: skip
+        if splits > 1:
+            _merge[count, groups, work.used](
+                acc, stats, out, work.items, given.starts, repeat, groups, splits, WIDTH=width,
+                PADDED=triton.next_power_of_2(width), SPLITS=triton.next_power_of_2(splits),
+            )  # fmt: skip
     return out

@@ -1,0 +1,202 @@
+"""What the compiler makes of every Triton kernel at the shapes of real models, without a GPU: registers, spills,
+tensor-core instructions, wide and asynchronous loads, instructions per loop.
+
+    python benchmarks/gpu/compile_kernels.py [--capabilities 80 90 100] [--only NAME] [--quick] \
+        [--out benchmarks/results/gpu_aot.json --as after]
+
+``--quick``: one shape of each kernel, those that the tests hold to bounds. Needs PyTorch and Triton; nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+
+from ridgeline.nn.kernels import gpu, lowbit_matmul, paged_attention, ternary_decode
+from ridgeline.nn.kernels.ahead_of_time import compiling
+from ridgeline.nn.quant.quantized_kv import KINDS
+from ridgeline.nn.quant.ternary import Ternary
+
+F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
+NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
+
+
+class Case(NamedTuple):
+    """One call of a host function."""
+
+    label: str
+    call: Callable[[], object]
+    quick: bool
+
+
+def e(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A tensor of a shape without data."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def norms() -> Iterator[Case]:
+    """Norms with residuals, forward and backward."""
+    for n, x, add, w, layer, columns in (
+        (4096, BF16, True, BF16, False, 0), (8192, BF16, True, BF16, False, 0), (2048, F32, True, F32, False, 0),
+        (4096, F32, True, F32, False, 0), (8192, F32, True, F32, False, 0), (5120, F16, True, F16, True, 0),
+        (16384, BF16, True, BF16, False, 1024), (4096, BF16, False, BF16, False, 0),
+    ):  # fmt: skip
+        kind = f"{'layer' if layer else 'rms'} n={n} {NAMES[x]}{' +add' if add else ''}{' folded' if columns else ''}"
+        quick = (n, x) in ((4096, BF16), (8192, F32))
+        rows = 16384
+        mean = e(rows, dtype=F32) if layer else None
+        bias = e(n, dtype=w) if layer else None
+
+        def forward(n=n, x=x, add=add, w=w, columns=columns, mean=mean, bias=bias):
+            gpu.rl_add_norm(False, e(rows, n, dtype=x), 0, e(rows, n) if add else None, 0, e(n, dtype=w), 0, bias,
+                            e(rows, n, dtype=x), e(rows, n), 0, mean, e(rows, dtype=F32), rows, n, 1e-5,
+                            columns=columns)  # fmt: skip
+
+        def backward(n=n, x=x, add=add, w=w, columns=columns, mean=mean, bias=bias):
+            gpu.rl_add_norm_backward(False, e(rows, n), 0, e(rows, n, dtype=x) if add else None,
+                                     e(rows, n, dtype=x), 0, e(n, dtype=w), 0, mean, e(rows, dtype=F32),
+                                     e(rows, n, dtype=x), e(n, dtype=w), bias, rows, n, columns=columns)  # fmt: skip
+
+        yield Case(f"norm {kind}", forward, quick)
+        yield Case(f"norm backward {kind}", backward, quick)
+
+
+def elementwise() -> Iterator[Case]:
+    """Activations, softmax, rotary embedding, loss, AdamW."""
+    for n, kind, dtype in ((14336, 0, BF16), (8192, 0, BF16), (3072, 1, BF16)):
+        rows = 16384
+        bias = e(n, dtype=dtype) if kind else None
+        wide = e(rows, n * (1 if kind else 2), dtype=dtype)
+        name = f"{'gelu + bias' if kind else 'swiglu'} n={n} {NAMES[dtype]}"
+        yield Case(f"activation {name}", lambda n=n, kind=kind, b=bias, x=wide: gpu.rl_activation(
+            False, x, 0, b, 0, e(rows, n), rows, n, kind), n == 14336)  # fmt: skip
+        yield Case(f"activation backward {name}", lambda n=n, kind=kind, b=bias, x=wide: gpu.rl_activation_backward(
+            False, e(rows, n), x, 0, b, 0, e(*x.shape), b, rows, n, kind), n == 14336)  # fmt: skip
+    for n, dtype, columns in ((4096, BF16, 0), (8192, BF16, 0), (16384, BF16, 1024)):
+        name, rows = f"n={n} {NAMES[dtype]}{' folded' if columns else ''}", 16 * n
+        yield Case(f"softmax {name}", lambda n=n, c=columns, rows=rows: gpu.rl_softmax(
+            False, e(rows, n), 0, e(n, n), 0, n, rows, n, 0.088, columns=c), n == 4096)  # fmt: skip
+        yield Case(f"softmax backward {name}", lambda n=n, c=columns, rows=rows: gpu.rl_softmax_backward(
+            False, e(rows, n), e(rows, n), 0, rows, n, 0.088, columns=c), n == 4096)  # fmt: skip
+    for heads, d in ((40, 128), (40, 64), (12, 96)):
+        yield Case(f"rotate heads={heads} of {d}", lambda h=heads, d=d: gpu.rl_rotate(
+            False, e(16384, (h + 8) * d), 0, e(4096, d), e(4096, d), 0, 16384, (h + 8) * d, h, d, 4096, 1.0),
+            d == 128)  # fmt: skip
+    for vocabulary, gradient in ((128256, True), (128256, False), (50257, True)):
+        yield Case(f"cross entropy of {vocabulary}{' with gradient' if gradient else ''}",
+                   lambda v=vocabulary, g=gradient: gpu.rl_cross_entropy(
+                       False, e(512, v), 0, e(512, dtype=torch.int64), 512, v, g), vocabulary == 128256 and gradient)  # fmt: skip
+    n = 1_235_814_400
+    yield Case(f"adamw of {n}", lambda: gpu.rl_adamw(
+        e(n), 0, *(e(n, dtype=F32) for _ in range(4)), n, 0.999, 0.1, 0.95, 0.05, 1e-8, -3e-4, 0.9), True)  # fmt: skip
+
+
+def products() -> Iterator[Case]:
+    """Products with low-bit and with ternary weights."""
+    for bits, rows, (out, width), dtype, zero, group in (
+        *((4, m, (4096, 4096), BF16, False, 128) for m in (1, 4, 16, 64, 512, 4096)),
+        (4, 1, (4096, 14336), F16, True, 128), (4, 64, (14336, 4096), F16, True, 128),
+        (8, 1, (4096, 4096), BF16, False, 128), (8, 64, (4096, 4096), BF16, False, 128),
+        (3, 1, (4096, 4096), BF16, False, 128), (3, 64, (4096, 4096), BF16, False, 128),
+        (2, 1, (4096, 4096), BF16, True, 64), (2, 64, (4096, 4096), BF16, True, 64),
+        (8, 1, (4096, 4096), BF16, False, 4096), (5, 16, (4096, 4096), BF16, False, 32),
+    ):  # fmt: skip
+        label = f"int{bits} rows={rows} {out}x{width} {NAMES[dtype]} group={group}{' zero' if zero else ''}"
+        quick = (bits, out, zero) in ((4, 4096, False), (8, 4096, False)) and rows in (1, 64) and group == 128
+
+        def call(bits=bits, rows=rows, out=out, width=width, dtype=dtype, zero=zero, group=group):
+            lowbit_matmul.lowbit_product(
+                e(rows, width, dtype=dtype), e(out, -(-width * bits // 32), dtype=I32),
+                e(out, width // group, dtype=F16), e(out, width // group, dtype=torch.uint8) if zero else None, bits,
+                group,
+            )  # fmt: skip
+
+        yield Case(label, call, quick)
+    for lines, out, width, dtype in ((1, 4096, 4096, BF16), (4, 14336, 4096, BF16)):
+
+        def ternary(lines=lines, out=out, width=width, dtype=dtype):
+            code = Ternary(e(out * 300, dtype=torch.int16), e(out + 1, dtype=I32), e(out, dtype=F16),
+                           e(out, dtype=F16), width)  # fmt: skip
+            ternary_decode.ternary_product(e(lines, width, dtype=dtype), code)
+
+        yield Case(f"ternary rows={lines} {out}x{width} {NAMES[dtype]}", ternary, lines == 1)
+
+
+PAGED = (
+    (1, 32, 8, 128, 4096, 0, "", 1), (64, 32, 8, 128, 4096, 0, "", 1), (256, 32, 8, 64, 1024, 0, "", 1),
+    (64, 32, 32, 128, 2048, 0, "", 1), (16, 64, 8, 128, 32768, 0, "", 1), (8, 32, 8, 128, 16384, 4096, "", 1),
+    (8, 16, 1, 256, 8192, 0, "", 1), (4, 12, 12, 96, 1024, 0, "", 1), (1, 32, 8, 128, 131072, 0, "", 1),
+    (64, 32, 8, 128, 4096, 0, "int8", 1), (64, 32, 8, 128, 4096, 0, "int4", 1), (64, 32, 8, 128, 4096, 0, "fp8", 1),
+    (8, 16, 1, 256, 8192, 0, "int4", 1), (64, 32, 8, 128, 4096, 0, "", 5), (64, 64, 8, 128, 4096, 0, "", 8),
+    (4, 32, 8, 128, 4096, 0, "", 1024), (4, 64, 8, 128, 4096, 0, "int4", 1024), (4, 16, 1, 256, 4096, 0, "", 1024),
+    (4, 32, 8, 64, 4096, 0, "fp8", 1024),
+)  # fmt: skip
+"""Sequences, heads, key heads, width of a head, tokens, window, codes of the pool, new tokens of each sequence."""
+
+
+def paged() -> Iterator[Case]:
+    """Attention of new tokens over pages."""
+    for batch, heads, groups, width, length, window, kind, new in PAGED:
+        label = (f"paged B={batch} heads={heads}/{groups} of {width}, {length} tokens"
+                 f"{f', window {window}' if window else ''}{f', {kind}' if kind else ''}{f', {new} new' if new > 1 else ''}")  # fmt: skip
+
+        def call(b=batch, h=heads, g=groups, d=width, n=length, window=window, kind=kind, new=new):
+            shape = (1, g, b * n, d)
+            meta = torch.device("meta")
+            stores = [KINDS[kind](shape, meta) if kind else e(*shape) for _ in range(2)]
+            given = paged_attention.pages(e(b, n // 16, dtype=I32), e(b, dtype=I32), [new] * b, 16, h // g, d, kind)
+            paged_attention.paged_attention(e(b * new, h, d), *stores, given, window)
+
+        quick = (heads, groups, width) == (32, 8, 128) and (batch, length, window) in ((64, 4096, 0), (4, 4096, 0))
+        yield Case(label, call, quick)
+
+
+def main() -> None:
+    """Compile, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--only", default="")
+    parser.add_argument("--skip", default="\0")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--as", dest="name", default="after", help="the name of these rows in the file")
+    args = parser.parse_args()
+    cases = [c for c in (*norms(), *elementwise(), *products(), *paged()) if args.only in c.label and (c.quick or not args.quick)]
+    cases = [c for c in cases if args.skip not in c.label]
+    rows, start = [], time.time()
+    for capability in args.capabilities:
+        for case in cases:
+            with compiling(capability) as found:
+                case.call()
+            for kernel in found:
+                rows.append({"case": case.label, **kernel.row()})
+                if not args.json:
+                    r = rows[-1]
+                    print(f"sm_{capability} {case.label:52s} {r['kernel']:26s} warps {r['warps']} registers "
+                          f"{r['registers']:3d} spilled {r['spilled']:5d} shared {r['shared']:6d} instructions "
+                          f"{r['instructions']:5d} loop {r['loop']:5d} tensor {r['tensor']:3d} async "
+                          f"{r['asynchronous']:3d} loads {r['loads']} {r['seconds']} s", flush=True)  # fmt: skip
+    if args.json:
+        json.dump(rows, sys.stdout)
+    else:
+        print(f"{len(rows)} kernels in {time.time() - start:.0f} s")
+    if args.out:
+        held = json.loads(args.out.read_text()) if args.out.exists() else {}
+        held[args.name] = {"torch": torch.__version__, "triton": triton.__version__, "rows": rows}
+        args.out.write_text(json.dumps(held, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The Triton kernels compiled for GPUs that this machine does not have, and what the compiler made of them.
+
+A stand-in driver names the device to Triton's own JIT, so that the kernels' host functions, called with tensors of
+shapes only (device ``meta``), compile the specialization, constants, warps and grid that they get on that GPU. Nothing
+is launched. Registers and spills are what ptxas reports; instructions are counted in the machine code (SASS).
+
+Triton must not be in its interpreter, which is chosen when it is first imported.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory for one block, by compute capability (CUDA programming guide, table of technical
+specifications)."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop in the machine code."""
+
+    instructions: int
+    tensor: int
+    """Products on tensor cores among them."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as it was compiled for a device of ``capability`` (90: 9.0)."""
+
+    kernel: str
+    capability: int
+    grid: tuple[int, ...]
+    warps: int
+    registers: int
+    """Of one thread."""
+    spilled: int
+    """Bytes of one thread's registers that are stored to memory."""
+    shared: int
+    """Bytes of shared memory of one block."""
+    instructions: int
+    tensor: int
+    """Products on tensor cores (HMMA, HGMMA, IMMA, UTCMMA and their like)."""
+    asynchronous: int
+    """Copies to shared memory that no thread waits for (cp.async, bulk copies)."""
+    loads: dict[int, int] = field(default_factory=dict)
+    """Number of loads from global memory, by their bits."""
+    loops: tuple[Loop, ...] = ()
+    """The innermost loops, the longest first."""
+    seconds: float = 0.0
+    """How long it took to compile."""
+
+    @property
+    def loop(self) -> int:
+        """Instructions of its longest innermost loop, or of all where there is none."""
+        return self.loops[0].instructions if self.loops else self.instructions
+
+    def row(self) -> dict[str, Any]:
+        """As written to JSON."""
+        names = ("kernel", "capability", "warps", "registers", "spilled", "shared", "instructions", "tensor",
+                 "asynchronous", "loop")  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {
+            "grid": list(self.grid), "loads": {str(bits): n for bits, n in sorted(self.loads.items())},
+            "seconds": round(self.seconds, 2),
+        }  # fmt: skip
+
+
+class _Driver:
+    """What Triton's JIT asks a driver. The device's number is its capability, so that each has kernels of its own."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[list[Compiled]]:
+    """Kernels that are called inside are compiled for a device of this capability and appended to the list."""
+    if isinstance(triton.jit(_nothing), JITFunction) is False:
+        raise RuntimeError("Triton is in its interpreter: unset TRITON_INTERPRET before it is imported")
+    found: list[Compiled] = []
+    plain = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
+        start = time.perf_counter()
+        kernel = plain(self, *args, grid=grid, warmup=True, **options)
+        seconds = time.perf_counter() - start
+        found.append(_measured(kernel, self.fn.__name__, capability, grid, seconds))
+        return kernel
+
+    before = driver._active
+    driver.set_active(_Driver(capability))
+    JITFunction.run = run
+    try:
+        yield found
+    finally:
+        JITFunction.run = plain
+        driver._active = before  # reset_active would look for a GPU
+
+
+def _nothing() -> None:
+    pass
+
+
+def _tool(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run one of the tools that Triton brings."""
+    place = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([str(place), *args], capture_output=True, text=True, check=True)
+
+
+def _measured(kernel: Any, name: str, capability: int, grid: Any, seconds: float) -> Compiled:
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        ptx.write_text(kernel.asm["ptx"], encoding="utf-8")
+        cubin.write_bytes(kernel.asm["cubin"])
+        target = re.search(r"\.target (sm_\w+)", kernel.asm["ptx"])
+        assert target is not None
+        assembler = "ptxas-blackwell" if capability >= 100 else "ptxas"
+        said = _tool(assembler, "-v", f"--gpu-name={target[1]}", str(ptx), "-o", "/dev/null").stderr
+        sass = _tool("cuobjdump", "-sass", str(cubin)).stdout
+    registers = re.search(r"Used (\d+) registers", said)
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    if registers is None:
+        raise RuntimeError(f"ptxas said nothing of registers: {said[:300]}")
+    sizes = tuple(grid(kernel.metadata) if callable(grid) else grid)
+    return Compiled(
+        name, capability, sizes, kernel.metadata.num_warps, int(registers[1]), int(spilled[1]) if spilled else 0,
+        kernel.metadata.shared, seconds=seconds, **_counted(sass),
+    )  # fmt: skip
+
+
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.S)
+_TENSOR = re.compile(r"HMMA|HGMMA|IMMA|IGMMA|QGMMA|QMMA|BGMMA|DMMA|UTC\w*MMA")
+_ASYNCHRONOUS = re.compile(r"LDGSTS|UTMALDG|UBLKCP")
+
+
+def _counted(sass: str) -> dict[str, Any]:
+    """Instructions of machine code, by kind."""
+    lines = [(int(at, 16), op, rest) for at, op, rest in _LINE.findall(sass) if op != "NOP"]
+    backwards = []
+    for at, op, rest in lines:
+        target = re.search(r"0x([0-9a-f]+)", rest) if op.startswith("BRA") else None
+        if target is not None and int(target[1], 16) < at:
+            backwards.append((int(target[1], 16), at))
+    inner = [o for o in backwards if not any(i != o and o[0] <= i[0] and i[1] <= o[1] for i in backwards)]
+    loops = []
+    for first, last in inner:
+        body = [op for at, op, _ in lines if first <= at <= last]
+        loops.append(Loop(len(body), sum(bool(_TENSOR.match(op)) for op in body)))
+    loads: dict[int, int] = {}
+    for _, op, _ in lines:
+        parts = op.split(".")
+        if parts[0] == "LDG":
+            bits = next((b for p in parts for b in (128, 64, 16, 8) if p in (str(b), f"U{b}", f"S{b}")), 32)
+            loads[bits] = loads.get(bits, 0) + 1
+        elif parts[0] == "LDGSTS":
+            bits = next((b for p in parts for b in (128, 64) if p == str(b)), 32)
+            loads[bits] = loads.get(bits, 0) + 1
+    return {
+        "instructions": len(lines),
+        "tensor": sum(bool(_TENSOR.match(op)) for _, op, _ in lines),
+        "asynchronous": sum(bool(_ASYNCHRONOUS.match(op)) for _, op, _ in lines),
+        "loads": loads,
+        "loops": tuple(sorted(loops, key=lambda loop: -loop.instructions)),
+    }
