@@ -25,6 +25,7 @@ import triton
 
 from ridgeline.nn.kernels import gpu, lowbit_matmul, paged_attention, ternary_decode
 from ridgeline.nn.kernels.ahead_of_time import compiling
+from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.nn.quant.ternary import Ternary
 
@@ -155,7 +156,7 @@ def paged() -> Iterator[Case]:
             shape = (1, g, b * n, d)
             meta = torch.device("meta")
             stores = [KINDS[kind](shape, meta) if kind else e(*shape) for _ in range(2)]
-            given = paged_attention.pages(e(b, n // 16, dtype=I32), e(b, dtype=I32), [new] * b, 16, h // g, d, kind)
+            given = make_pages(e(b, n // 16, dtype=I32), e(b, dtype=I32), [new] * b, 16, h // g, d, kind)
             paged_attention.paged_attention(e(b * new, h, d), *stores, given, window)
 
         quick = (heads, groups, width) == (32, 8, 128) and (batch, length, window) in ((64, 4096, 0), (4, 4096, 0))

@@ -31,7 +31,8 @@ def pool(seq: Sequence, hidden: Tensor, runner: Runner) -> None:
         group.hidden = hidden[-1].tolist()
     else:
         total = hidden.double().sum(0)
-        group.hidden = (total if group.hidden is None else total + torch.tensor(group.hidden)).tolist()
+        before = group.hidden
+        group.hidden = (total if before is None else total + total.new_tensor(before)).tolist()
 
 
 def prompt_logprobs(seq: Sequence, hidden: Tensor, runner: Runner, sampler: Sampler, rows_at_once: int) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ridgeline.nn.kernels import native
+from ridgeline.nn.kernels.dispatch import has_triton
 from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
 from ridgeline.nn.memory.decoder import Decoder, Pool
-from ridgeline.nn.memory.kv_pool import BatchLayout, Kernel, PagedCache, Piece, singles
+from ridgeline.nn.memory.kv_pool import BatchLayout, Kernel, PagedCache, Piece, StepKernel, singles, table_of
 from ridgeline.nn.memory.pass_memory import Forward
+from ridgeline.nn.memory.step_pages import Pages, Work, launches, upload
 from ridgeline.nn.model.attention import LayerCache, Mask
 from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.model.transformer import Transformer
@@ -23,17 +25,19 @@ from ridgeline.serve.sequence import Sequence
 NO_MASK = Mask(None, False)
 
 
-def find_kernel(device: torch.device, dtype: torch.dtype, kind: str, width: int) -> Kernel | None:
-    """Attention of single new tokens over the pages of all sequences at once, where there is a kernel for it and for
-    heads of this ``width``."""
-    if device.type == "cuda" and not kind and width <= 256 and importlib.util.find_spec("triton") is not None:
-        from ridgeline.nn.kernels.paged_attention import paged_decode
-
-        return lambda q, k, v, s, window, changes: paged_decode(
-            q, k.rows[0], v.rows[0], s.table, s.lengths, s.block, window, changes
-        )
+def find_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """Attention of single new tokens over the pages of all sequences at once, where there is a kernel for it."""
     if device.type == "cpu" and dtype != torch.float64 and native.library() is not None:
         return cpu_paged_attention
+    return None
+
+
+def find_step_kernel(device: torch.device, width: int) -> StepKernel | None:
+    """Attention of all new tokens of a step, where there is a kernel for it and for heads of this ``width``."""
+    if device.type == "cuda" and width <= 256 and has_triton():
+        from ridgeline.nn.kernels.paged_attention import paged_attention
+
+        return paged_attention
     return None
 
 
@@ -83,7 +87,10 @@ class Runner:
             for name, block in model.layers.items()
         }
         self.keeps = slots > 0
-        self.layout.kernel = find_kernel(self.device, weight.dtype, kind, spec.cached_dim) if self.keeps else None
+        self.kind = kind
+        if self.keeps:
+            self.layout.kernel = find_kernel(self.device, weight.dtype)
+            self.layout.whole = None if spec.is_latent else find_step_kernel(self.device, spec.cached_dim)
         self.after_layer: Callable[[int], None] | None = None
         """Called when a layer has written its keys and values, with its number; not by the decoder below."""
         self.kinds: Tensor | None = None
@@ -124,31 +131,48 @@ class Runner:
         counts = [n for _, n in batch]
         return [max(counts)] * len(counts) if self.padded else counts
 
-    def _lay_out(self, step: PackedStep) -> None:
-        """Copy blocks, and tell attention where everything is."""
-        self._copy(step.copies)
-        self.layout.slots = torch.tensor(step.slots, dtype=torch.long, device=self.device)
-        self.layout.pieces = step.pieces
-        if self.layout.kernel is not None:
-            self.layout.singles = singles(step.pieces, self.block_size, self.device)
+    def _lay_out(self, step: PackedStep) -> tuple[Tensor, Tensor, Tensor]:
+        """Copy blocks, and tell attention where everything is; returns ids, positions and kinds [T] each, of which what
+        the step does not have is empty."""
+        layout, size, spec = self.layout, self.block_size, self.model.spec
+        numbers: list[np.ndarray | list[int]] = [step.ids, step.at, step.kinds, step.slots]
+        numbers += [[a for a, _ in step.copies], [b for _, b in step.copies]]
+        divided = []
+        if layout.whole is not None and step.pieces:
+            counts = [p.stop - p.start for p in step.pieces]
+            divided = launches(counts, spec.num_heads // spec.num_kv_heads, spec.cached_dim, self.kind)
+            starts = np.array([step.pieces[0].start, *(p.stop for p in step.pieces)], dtype=np.int32)
+            lengths = np.array([p.length for p in step.pieces], dtype=np.int32)
+            numbers += [table_of(step.pieces, size), lengths, starts]
+            numbers += [np.array(d.items, dtype=np.int32) for d in divided]
+        ids, at, kinds, layout.slots, source, target, *rest = upload(self.device, *numbers)
+        self._copy(source, target)
+        layout.pieces = step.pieces
+        layout.pages = None
+        if rest:
+            work = tuple(Work(i, d.rows, d.used, d.split) for i, d in zip(rest[3:], divided, strict=True))
+            layout.pages = Pages(rest[0], rest[1], rest[2], size, work)
+        if layout.kernel is not None:
+            layout.singles = singles(step.pieces, size, self.device)
+        return ids, at, kinds
 
     @torch.inference_mode()
     def execute_rows(self, step: PackedStep, x: Tensor, names: tuple[str, ...]) -> Tensor:
         """Do a step of hidden states [T, H] through the layers ``names`` alone → [T, H]."""
-        self._lay_out(step)
-        return self.layers(x[None], torch.tensor(step.at, device=self.device), names)[0]
+        _, at, _ = self._lay_out(step)
+        return self.layers(x[None], at, names)[0]
 
     @torch.inference_mode()
     def execute(self, step: PackedStep) -> Tensor:
         """Do a step: copies, then the packed pass."""
-        self._lay_out(step)
-        ids, at = torch.tensor([step.ids, step.at], device=self.device)
-        self.kinds = torch.tensor([step.kinds], device=self.device) if step.kinds else None
+        ids, at, kinds = self._lay_out(step)
+        self.kinds = kinds[None] if step.kinds else None
         compute = self.compute if self.kinds is None else self.forward  # recorded passes have one kind
         if not self.padded:
             return compute(ids[None], at)
         counts = torch.tensor([p.stop - p.start for p in step.pieces], device=self.device)
-        self.layout.real = torch.arange(int(counts.max()), device=self.device) < counts[:, None]
+        most = max(p.stop - p.start for p in step.pieces)
+        self.layout.real = torch.arange(most, device=self.device) < counts[:, None]
         real = self.layout.real.flatten()
         wide = torch.zeros((2, len(real)), dtype=torch.long, device=self.device)  # a pad is token 0 at place 0
         wide[:, real] = torch.stack([ids, at])
@@ -169,6 +193,8 @@ class Runner:
             return Piece(row, row + 1, [], False, stop, seq.blocks)
         for first, count in runs(seq.blocks, size, start, stop):
             slots += range(first, first + count)
+        if self.layout.whole is not None:  # which reads the pool
+            return Piece(row, row + n, [], False, stop, seq.blocks)
         window = self.layout.window
         visible = max(0, start + 1 - window) if window else 0
         own = n > 1
@@ -213,13 +239,12 @@ class Runner:
         out: Tensor = self.model.head(hidden)
         return out if out.dtype in (torch.float32, torch.float64) else out.float()
 
-    def _copy(self, copies: list[Copy]) -> None:
-        """Copy whole blocks; all are read before any is written."""
-        if not copies:
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks ``source`` [N] to ``target`` [N]; all are read before any is written."""
+        if not len(source):
             return
         size = torch.arange(self.block_size, device=self.device)
-        pairs = torch.tensor(copies, device=self.device) * self.block_size
-        source, target = ((pairs[:, i, None] + size).flatten() for i in range(2))
+        slots = [(blocks[:, None] * self.block_size + size).flatten() for blocks in (source, target)]
         for cache in self.cache.values():
             assert isinstance(cache, PagedCache)
-            cache.copy(source, target)
+            cache.copy(slots[0], slots[1])

@@ -13,11 +13,12 @@ import torch
 
 from ridgeline.measure.probing.probe import NARROW_STEPS, STEP_DEPTHS, deep, narrow, serving_experiment
 from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece, singles
+from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.model.attention import BACKENDS, Mask
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.serve.build_engine import make_engine
 from ridgeline.serve.request import EngineRequest, Sampling
-from ridgeline.serve.runner import find_kernel
+from ridgeline.serve.runner import find_kernel, find_step_kernel
 from ridgeline.spec.device import STEP_ROWS
 from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.model import ModelSpec
@@ -79,8 +80,12 @@ def _attention(device: torch.device, kind: str) -> dict[str, float]:
             layout.slots = torch.arange(_SEQUENCES, device=device) * _LONG + length - 1
             layout.pieces = [Piece(i, i + 1, [(i * _LONG, length)], False, length, array("i", [i]))
                              for i in range(_SEQUENCES)]  # fmt: skip
-            layout.kernel = find_kernel(device, torch.float32, kind, _WIDTH)
-            layout.singles = singles(layout.pieces, _LONG, device) if layout.kernel is not None else None
+            layout.kernel, layout.whole = find_kernel(device, torch.float32), find_step_kernel(device, _WIDTH)
+            at = singles(layout.pieces, _LONG, device)
+            assert at is not None
+            layout.singles = at if layout.kernel is not None else None
+            repeat, counts = _HEADS // _KEY_HEADS, [1] * _SEQUENCES
+            layout.pages = make_pages(at.table, at.lengths, counts, _LONG, repeat, _WIDTH, kind)
             times = []
             for i in range(40):
                 start = time.perf_counter()

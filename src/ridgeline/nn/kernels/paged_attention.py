@@ -11,7 +11,6 @@ over programs by each sequence's own length. Scores and sums are fp32. Imported 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.memory.step_pages import Pages
 from ridgeline.nn.model.attention import ScoreChanges
 from ridgeline.nn.quant.quantized_kv import ByteCodes, Codes, NibbleCodes
 
@@ -28,9 +28,6 @@ TILE = 64
 """Keys of one step of a program."""
 LEAST = 4
 """Tiles of keys of a part at least."""
-FEW_ROWS = 64
-"""Most rows (new tokens times heads of a key head) of a sequence whose keys are split over programs."""
-_LOG2E = 1.4426950408889634
 _KINDS = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3, "native fp8": 4}
 
 
@@ -238,70 +235,12 @@ def _merge(acc, stats, out, work, starts, repeat, groups, splits, WIDTH: tl.cons
     there, inside = (part < splits) & mine, (wide < WIDTH) & mine
     peak = tl.load(stats + (line * splits + part) * 2, there, other=float("-inf"))
     total = tl.load(stats + (line * splits + part) * 2 + 1, there, other=0.0)
-    weight = tl.where(total > 0, tl.exp2(peak - tl.max(peak, 0)), 0.0)
+    top = tl.max(peak, 0)
+    weight = tl.where(total > 0, tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top)), 0.0)
     place = (line * splits + part)[:, None] * WIDTH + wide[None, :]
     parts = tl.load(acc + place, (total > 0)[:, None] & inside[None, :], other=0.0)
     merged = tl.sum(parts * weight[:, None], 0) / tl.sum(total * weight, 0)
     tl.store(out + line * WIDTH + wide, merged.to(out.dtype.element_ty), inside)
-
-
-@dataclass(frozen=True)
-class Work:
-    """Which rows of a step one launch takes: those of sequences with few of them, or with many."""
-
-    items: Tensor
-    """int32 [W, 2]: the sequence, and the first of its rows (new token · heads of a key head + head)."""
-    rows: int
-    """Rows of an item: a power of two, 16 or more."""
-    used: int
-    """The most of them that any item has."""
-    split: bool
-    """Whether keys are split over programs."""
-
-
-@dataclass(frozen=True)
-class Pages:
-    """The sequences of a step, on the device."""
-
-    table: Tensor
-    """int32 [B, blocks]: their blocks."""
-    lengths: Tensor
-    """int32 [B]: their tokens, new ones included."""
-    starts: Tensor
-    """int32 [B + 1]: the rows of the step at which their new tokens begin, one after the other."""
-    block: int
-    """Slots of a block."""
-    work: tuple[Work, ...]
-
-
-def divide(
-    counts: list[int], repeat: int, width: int, kind: str = ""
-) -> list[tuple[list[tuple[int, int]], int, int, bool]]:
-    """The items, rows, used rows and splitting of :class:`Work` for sequences with ``counts`` new tokens, whose key
-    heads have ``repeat`` heads of ``width`` each, and whose pool is of ``kind``."""
-    found = []
-    most_rows = 128 if width <= 128 and kind != "int4" else 64  # of a program: as many as registers hold
-    for many in (False, True):
-        mine = [(b, n * repeat) for b, n in enumerate(counts) if n and (n * repeat > FEW_ROWS) == many]
-        if not mine:
-            continue
-        most = max(n for _, n in mine)
-        rows = most_rows if many else max(16, triton.next_power_of_2(most))
-        items = [(b, first) for b, n in mine for first in range(0, n, rows)]
-        found.append((items, rows, min(most, rows), not many))
-    return found
-
-
-def pages(
-    table: Tensor, lengths: Tensor, counts: list[int], block: int, repeat: int, width: int, kind: str = ""
-) -> Pages:
-    """:class:`Pages` of sequences with ``counts`` new tokens each."""
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    work = [
-        Work(torch.tensor(items, dtype=torch.int32).to(table.device), rows, used, split)
-        for items, rows, used, split in divide(counts, repeat, width, kind)
-    ]
-    return Pages(table, lengths, starts.to(table.device), block, tuple(work))
 
 
 @lru_cache(maxsize=8)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.nn.memory.step_pages import Pages
 from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask, ScoreChanges, flash_attention, fused
 from ridgeline.nn.model.flash_blocks import computable
 from ridgeline.nn.quant.quantized_kv import KINDS, At
@@ -102,6 +103,17 @@ class Singles:
 Kernel = Callable[[Tensor, Any, Any, Singles, int, ScoreChanges | None], Tensor]
 """Attention of queries [B, H, D] over two stores, of keys and of values: (queries, keys, values, sequences, window,
 changes of scores)."""
+StepKernel = Callable[[Tensor, Any, Any, Pages, int, ScoreChanges | None], Tensor]
+"""The same of all new tokens of a step, [T, H, D], whose keys and values are in the stores already: tensors or codes."""
+
+
+def table_of(pieces: list[Piece], block: int) -> np.ndarray:
+    """The block tables of pieces, int32 [B, blocks]."""
+    used = [-(-p.length // block) for p in pieces]
+    table = np.zeros((len(pieces), max(used)), dtype=np.int32)
+    for row, p, n in zip(table, pieces, used, strict=True):
+        row[:n] = np.frombuffer(p.blocks, dtype=np.int32, count=n)
+    return table
 
 
 def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | None:
@@ -109,12 +121,9 @@ def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | 
     some = [p for p in pieces if len(p.blocks) and p.stop - p.start == 1 and not p.own]
     if not some:
         return None
-    used = [-(-p.length // block) for p in some]
-    table = np.zeros((len(some), max(used)), dtype=np.int32)
-    for row, p, n in zip(table, some, used, strict=True):
-        row[:n] = np.frombuffer(p.blocks, dtype=np.int32, count=n)
     numbers = torch.tensor([[p.start for p in some], [p.length for p in some]], device=device)
-    return Singles(numbers[0], torch.from_numpy(table).to(device), numbers[1].to(torch.int32), block)
+    table = torch.from_numpy(table_of(some, block)).to(device)
+    return Singles(numbers[0], table, numbers[1].to(torch.int32), block)
 
 
 @dataclass(slots=True)
@@ -127,6 +136,9 @@ class BatchLayout:
     singles: Singles | None = None
     """The pieces of one new token, if a kernel processes them all at once."""
     kernel: Kernel | None = None
+    pages: Pages | None = None
+    """All pieces, for a kernel that processes them at once."""
+    whole: StepKernel | None = None
     causal: bool = True
     window: int = 0
     """Number of newest tokens that a token attends to in every layer, to which extents are cut; 0: all."""
@@ -194,6 +206,10 @@ class PagedCache(LayerCache):
         if len(layout.slots):
             for store, new in zip(self.distinct, (k, v), strict=False):
                 store.write(layout.slots, new)
+            if layout.whole is not None and layout.pages is not None:
+                held = [s.rows if isinstance(s, PlainStore) else s for s in self.stores]
+                found = layout.whole(q[0].transpose(0, 1), *held, layout.pages, self.window, changes)
+                return found.transpose(0, 1)[None]
             if not isinstance(self.stores[0], PlainStore):
                 # Results must not depend on which step stored a token: quantized values are read back at once.
                 k, v = (store.read(layout.slots, q.dtype) for store in self.stores)
