@@ -1,7 +1,8 @@
 """The fused kernels in Triton, for CUDA devices: the same functions over the same arguments as ``cpu.cpp``.
 
-Arithmetic is float32 regardless of the storage dtype. One program processes each row; reductions over rows (gradients
-of norm weights and biases) use one partial sum per program. Imported only where Triton is installed.
+Arithmetic is float32 regardless of the storage dtype. One program processes each row; where sums are taken over rows
+(gradients of norm weights and biases), there are as many programs as processors, with a partial sum each. Imported only
+where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS_PER_SUM = 64
-"""Programs that each keep a partial sum over rows."""
+from ridgeline.nn.kernels.dispatch import processors
+
 BLOCK = 1024
 
 
@@ -86,13 +87,14 @@ def _add_norm_folded(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD
 
 @triton.jit
 def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HAS_SUM: tl.constexpr,
-                       CENTERD: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+                       CENTERD: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     first = tl.program_id(0).to(tl.int64)  # so that offsets do not overflow
     at = tl.arange(0, SIZE)
     inside = at < n
     weight = tl.load(w + at, inside, other=0.0).to(tl.float32)
     sum_w = tl.zeros([SIZE], tl.float32)
-    sum_b = tl.zeros([SIZE], tl.float32)
+    if HAS_BIAS:
+        sum_b = tl.zeros([SIZE], tl.float32)
     for i in range(first, rows, tl.num_programs(0)):
         start = i * n
         g = tl.load(dy + start + at, inside, other=0.0).to(tl.float32)
@@ -103,7 +105,8 @@ def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HA
             mean = tl.load(mean_in + i)
         h = tl.where(inside, (h - mean) * rstd, 0.0)
         sum_w += g * h
-        sum_b += g
+        if HAS_BIAS:
+            sum_b += g
         g = g * weight
         c = tl.sum(g * h, 0) / n
         a = 0.0
@@ -114,12 +117,13 @@ def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HA
             out += tl.load(dsum + start + at, inside, other=0.0).to(tl.float32)
         tl.store(dx + start + at, out.to(dx.dtype.element_ty), inside)
     tl.store(dw + first * n + at, sum_w, inside)
-    tl.store(db + first * n + at, sum_b, inside)
+    if HAS_BIAS:
+        tl.store(db + first * n + at, sum_b, inside)
 
 
 @triton.jit
 def _add_norm_backward_folded(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HAS_SUM: tl.constexpr,
-                              CENTERD: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+                              CENTERD: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     for i in range(program, rows, tl.num_programs(0)):
         start = i * n
@@ -152,7 +156,8 @@ def _add_norm_backward_folded(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows
     for first in range(0, n, SIZE):  # the weights' gradients tile by tile, so that their sums stay in registers
         at = first + tl.arange(0, SIZE)
         sum_w = tl.zeros([SIZE], tl.float32)
-        sum_b = tl.zeros([SIZE], tl.float32)
+        if HAS_BIAS:
+            sum_b = tl.zeros([SIZE], tl.float32)
         for i in range(program, rows, tl.num_programs(0)):
             mean = 0.0
             if CENTERD:
@@ -160,9 +165,11 @@ def _add_norm_backward_folded(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows
             g = tl.load(dy + i * n + at, at < n, other=0.0).to(tl.float32)
             h = (tl.load(x + i * n + at, at < n, other=0.0).to(tl.float32) - mean) * tl.load(rstd_in + i)
             sum_w += g * h
-            sum_b += g
+            if HAS_BIAS:
+                sum_b += g
         tl.store(dw + program * n + at, sum_w, at < n)
-        tl.store(db + program * n + at, sum_b, at < n)
+        if HAS_BIAS:
+            tl.store(db + program * n + at, sum_b, at < n)
 
 
 @triton.jit
@@ -277,22 +284,24 @@ def _softmax_backward_folded(d, p, n, scale, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _rotate(x, cosine, sine, width, d, period, sign, HALF: tl.constexpr):
+def _rotate(x, cosine, sine, width, d, count, period, sign, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """All heads of one row, [HEADS, HALF] at a time, by angles that are loaded once."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    at = tl.arange(0, HALF)
+    at, head = tl.arange(0, HALF), tl.arange(0, HEADS)
     half = d // 2
     inside = at < half
-    place = x + row * width + head * d
     table = (row % period) * d
-    low = tl.load(place + at, inside, other=0.0).to(tl.float32)
-    high = tl.load(place + half + at, inside, other=0.0).to(tl.float32)
-    c1 = tl.load(cosine + table + at, inside, other=0.0).to(tl.float32)
-    c2 = tl.load(cosine + table + half + at, inside, other=0.0).to(tl.float32)
-    s1 = tl.load(sine + table + at, inside, other=0.0).to(tl.float32)
-    s2 = tl.load(sine + table + half + at, inside, other=0.0).to(tl.float32)
-    tl.store(place + at, (low * c1 + sign * s1 * high).to(x.dtype.element_ty), inside)
-    tl.store(place + half + at, (high * c2 + sign * s2 * low).to(x.dtype.element_ty), inside)
+    c1 = tl.load(cosine + table + at, inside, other=0.0).to(tl.float32)[None, :]
+    c2 = tl.load(cosine + table + half + at, inside, other=0.0).to(tl.float32)[None, :]
+    s1 = sign * tl.load(sine + table + at, inside, other=0.0).to(tl.float32)[None, :]
+    s2 = sign * tl.load(sine + table + half + at, inside, other=0.0).to(tl.float32)[None, :]
+    for first in range(0, count, HEADS):
+        place = x + row * width + (first + head)[:, None] * d + at[None, :]
+        both = (first + head < count)[:, None] & inside[None, :]
+        low = tl.load(place, both, other=0.0).to(tl.float32)
+        high = tl.load(place + half, both, other=0.0).to(tl.float32)
+        tl.store(place, (low * c1 + s1 * high).to(x.dtype.element_ty), both)
+        tl.store(place + half, (high * c2 + s2 * low).to(x.dtype.element_ty), both)
 
 
 @triton.jit
@@ -346,26 +355,32 @@ def _tile(n: int, columns: int) -> tuple[bool, int]:
     return folded, columns if folded else _size(n)
 
 
+def _warps(size: int) -> int:
+    """So many that a thread holds at most 16 numbers of a row."""
+    return min(16, max(4, size // 512))
+
+
 def rl_add_norm(wide, x, tx, add, ta, w, tw, b, total, y, ty, mean, rstd, rows, n, eps, columns=0):
     """As ``rl_add_norm`` of ``cpu.cpp``."""
     folded, size = _tile(n, columns)
     kernel = _add_norm_folded if folded else _add_norm
     kernel[(rows,)](x, x if add is None else add, w, w if b is None else b, total, y, rstd if mean is None else mean,
-                       rstd, n, eps, add is not None, mean is not None, b is not None, size)  # fmt: skip
+                    rstd, n, eps, add is not None, mean is not None, b is not None, size,
+                    num_warps=_warps(size))  # fmt: skip
 
 
 def rl_add_norm_backward(wide, dy, ty, dsum, x, tx, w, tw, mean, rstd, dx, dw, db, rows, n, columns=0):
     """As ``rl_add_norm_backward`` of ``cpu.cpp``."""
     folded, size = _tile(n, columns)
     kernel = _add_norm_backward_folded if folded else _add_norm_backward
-    programs = min(rows, ROWS_PER_SUM)
-    part_w, part_b = torch.empty(2, programs, n, dtype=torch.float32, device=x.device)
-    kernel[(programs,)](dy, x if dsum is None else dsum, x, w, rstd if mean is None else mean, rstd, dx,
-                                    part_w, part_b, rows, n, dsum is not None, mean is not None,
-                                    size)  # fmt: skip
-    for out, part in ((dw, part_w), (db, part_b)):
+    programs = min(rows, processors(x.device))
+    parts = torch.empty(1 if db is None else 2, programs, n, dtype=torch.float32, device=x.device)
+    kernel[(programs,)](dy, x if dsum is None else dsum, x, w, rstd if mean is None else mean, rstd, dx, parts[0],
+                        parts[-1], rows, n, dsum is not None, mean is not None, db is not None, size,
+                        num_warps=_warps(size))  # fmt: skip
+    for out, part in zip((dw, db), parts, strict=False):
         if out is not None:
-            out.copy_(part.sum(0))
+            torch.sum(part, 0, out=out) if out.dtype == part.dtype else out.copy_(part.sum(0))
 
 
 def rl_activation(wide, x, t, bias, tb, y, rows, n, kind):
@@ -400,7 +415,9 @@ def rl_softmax_backward(wide, d, p, t, rows, n, scale, columns=0):
 
 def rl_rotate(wide, x, t, cosine, sine, tt, rows, width, count, d, period, sign):
     """As ``rl_rotate`` of ``cpu.cpp``."""
-    _rotate[(rows, count)](x, cosine, sine, width, d, period, sign, _size(d // 2))
+    half = _size(d // 2)
+    heads = min(_size(count), max(1, 2048 // half))
+    _rotate[(rows,)](x, cosine, sine, width, d, count, period, sign, heads, half)
 
 
 def rl_cross_entropy(wide, x, t, labels, rows, n, gradient):
