@@ -309,6 +309,16 @@ class _LogitsLoss(torch.autograd.Function):
         return gradient.mul_(scale), None
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a`` times ``b``. CUDA sums 16-bit products in fp32 where they are added, without a tensor between."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += torch.mm(a, b)
+
+
 class _LinearLoss(torch.autograd.Function):
     """Sum of token losses of hidden [N, H] under a head [V, H], by chunks of rows, so that no [N, V] tensor exists.
 
@@ -332,10 +342,7 @@ class _LinearLoss(torch.autograd.Function):
             if dx is not None:
                 torch.mm(logits, w, out=dx[start : start + rows])
             if dw is not None:
-                if dw.dtype == dtype:
-                    dw.addmm_(logits.t(), part)
-                else:
-                    dw += torch.mm(logits.t(), part)
+                _add_product(dw, logits.t(), part)
             if db is not None:
                 db += logits.sum(0, dtype=db.dtype)
             del logits  # before the next chunk's are made

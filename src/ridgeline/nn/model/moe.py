@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.nn.model.mlp import ACTIVATIONS, MLP, gated
+from ridgeline.nn.model.norm import compute_dtype
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.model import ModelSpec
 
@@ -59,6 +60,33 @@ class Experts(nn.Module):
             )
             return rows + sum(unused)
         return torch.cat(outputs)
+
+
+    def together(self, rows: Tensor, expert: Tensor) -> Tensor:
+        """The same for all experts at once, without a wait for their numbers of rows: ``rows`` [n, h] sorted by
+        ``expert`` [n] → [n, h]."""
+        last = torch.arange(1, len(self.up_proj) + 1, device=rows.device, dtype=expert.dtype)
+        offsets = torch.searchsorted(expert, last).to(torch.int32)
+        dtype = compute_dtype(rows)
+
+        def product(x: Tensor, weight: Tensor, biases: Tensor | None, share: float = 1.0) -> Tensor:
+            y = F.grouped_mm(x.to(dtype), local(weight).to(dtype).transpose(1, 2), offs=offsets)
+            return y if biases is None else y + share * local(biases)[expert].to(y.dtype)
+
+        inner = product(rows, self.up_proj, self.up_bias)
+        if self.gate_proj is None:
+            inner = ACTIVATIONS[self.activation](inner)
+        else:
+            inner = gated(self.activation, product(rows, self.gate_proj, self.gate_bias), inner)
+        return product(inner, self.down_proj, self.down_bias, self.bias_share)
+
+    def groupable(self, rows: Tensor) -> bool:
+        """Whether :meth:`together` can run: PyTorch's grouped product takes 16-bit rows of a multiple of 16 bytes, from
+        compute capability 8.0 on."""
+        plain = self.linear is F.linear and type(local(self.up_proj)) in (Tensor, nn.Parameter)
+        low = compute_dtype(rows) in (torch.bfloat16, torch.float16)
+        fits = all(n % 8 == 0 for n in self.up_proj.shape[1:])
+        return rows.is_cuda and plain and low and fits and torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
 def _plus(y: Tensor, biases: Tensor | None, expert: int, share: float = 1.0) -> Tensor:
@@ -130,7 +158,11 @@ class MoE(nn.Module):
         weights, chosen = self.route(tokens)
         pairs = chosen.flatten()  # [N·k]: pair p belongs to token p // k
         order = pairs.argsort(stable=True)
-        rows = self.run(self.experts, tokens[order // self.k], self._counts(pairs))
+        sorted_rows = tokens[order // self.k]
+        if self.run is run_here and self.experts.groupable(sorted_rows):
+            rows = self.experts.together(sorted_rows, pairs[order])
+        else:
+            rows = self.run(self.experts, sorted_rows, self._counts(pairs))
         # Back to pair order by a gather (each pair exactly once), then a sum over k: unlike a scatter-add onto tokens
         # this is deterministic on every device.
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))

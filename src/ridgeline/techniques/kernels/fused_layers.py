@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from ridgeline.runtime.train_build import TrainBuild
 
 
-CHUNK = 256
-"""Minimum number of logit rows per chunk: with fewer, matrix products are inefficient."""
+CHUNK, GPU_CHUNK = 256, 4096
+"""Minimum number of logit rows per chunk: with fewer, matrix products are inefficient; on a GPU, each chunk also reads
+and writes the whole gradient of the head."""
 
 
 class FusedLayers(Technique):
@@ -70,7 +71,8 @@ class FusedLayers(Technique):
         if run.divider is not None:  # a vocabulary that is split over ranks has its own loss
             return
         if self.chunked:
-            run.root.loss = partial(fused.chunked_token_loss, rows=chunk_rows)
+            least = CHUNK if run.device.type == "cpu" else GPU_CHUNK
+            run.root.loss = partial(fused.chunked_token_loss, rows=partial(chunk_rows, least=least))
         elif self.loss:
             run.root.loss = fused.fused_token_loss
         for part in run.chunks:
@@ -93,7 +95,8 @@ class FusedLayers(Technique):
             return g
         if self.chunked:
             low = g.weights_16bit or has(e, "shards")  # which gathers weights in the compute dtype
-            g.each_block(lambda b: _chunk_loss(b, _width(g), low))
+            least = CHUNK if e.cluster.device.kind == "cpu" else GPU_CHUNK
+            g.each_block(lambda b: _chunk_loss(b, _width(g), low, least))
         elif self.loss:
             g.each_block(lambda b: _fuse_loss(b, _width(g)))
         return g
@@ -103,10 +106,10 @@ def _width(g: Graph) -> float:
     return 2.0 if g.dtype in ("bf16", "fp16") else 4.0
 
 
-def chunk_rows(rows: int, vocab: int, hidden: int) -> int:
-    """Rows of logits per chunk: as many as take the same bytes as the hidden states, rounded to a multiple of
-    :data:`CHUNK`."""
-    return min(rows, max(1, -(-rows * hidden // (vocab * CHUNK))) * CHUNK)
+def chunk_rows(rows: int, vocab: int, hidden: int, least: int = CHUNK) -> int:
+    """Rows of logits per chunk: as many as take the same bytes as the hidden states, rounded up to a multiple of
+    ``least``."""
+    return min(rows, max(1, -(-rows * hidden // (vocab * least))) * least)
 
 
 def _merge_projections(b: Block) -> None:
@@ -218,10 +221,10 @@ def _fuse_loss(b: Block, width: float) -> None:
     b.workspace = 0.0
 
 
-def _chunk_loss(b: Block, width: float, low: bool) -> None:
+def _chunk_loss(b: Block, width: float, low: bool, least: int) -> None:
     """The head's three products move into the forward pass, chunk by chunk; backward scales their results.
 
-    ``low``: the head's weight is already in the compute dtype.
+    ``low``: the head's weight is already in the compute dtype. ``least``: see :func:`chunk_rows`.
     """
     if "logits" not in b.saved:
         return
@@ -238,7 +241,7 @@ def _chunk_loss(b: Block, width: float, low: bool) -> None:
     b.saved["head.gradients"] = Saved(dx + dw, frozenset({"loss.bwd"}))
     # Besides a chunk of logits: the head's input, and in 16 bits copies of its weight and of the weight's gradient.
     copies = 0 if width == 4.0 else (not low) + trains
-    b.workspace = chunk_rows(rows, vocab, hidden) * vocab * width + dx + copies * vocab * hidden * width
+    b.workspace = chunk_rows(rows, vocab, hidden, least) * vocab * width + dx + copies * vocab * hidden * width
     for p in b.params:
         if p.name == product.param:
             p.working_bytes = 0.0
