@@ -80,7 +80,7 @@ class Compiled:
         }  # fmt: skip
 
 
-class _Driver:
+class Driver:
     """What Triton's JIT asks a driver. The device's number is its capability, so that each has kernels of its own."""
 
     def __init__(self, capability: int) -> None:
@@ -115,7 +115,7 @@ def compiling(capability: int) -> Iterator[list[Compiled]]:
         return kernel
 
     before = driver._active
-    driver.set_active(_Driver(capability))
+    driver.set_active(Driver(capability))
     JITFunction.run = run
     try:
         yield found

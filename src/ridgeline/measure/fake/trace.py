@@ -1,0 +1,79 @@
+"""Traces experiments on a fake GPU in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What the host waits for, and the line of the package."""
+
+    kind: str
+    place: str
+    count: int
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step as it would be on a GPU."""
+
+    launches: int
+    """Kernels and copies, at least: an operator counts as one."""
+    operators: dict[str, int]
+    places: dict[str, int]
+    """Launches by the line of the package."""
+    waits: list[Wait]
+    wrong: list[str]
+    """Operators that failed, such as those of tensors on different devices, and requests that ended in an error."""
+    sequences: int = 0
+
+    @property
+    def waited(self) -> int:
+        """How often the host waits."""
+        return sum(w.count for w in self.waits)
+
+
+def trace(experiments: Sequence[Experiment]) -> list[dict[str, StepTrace]]:
+    """The steps of each experiment: ``step`` of training; ``prefill`` and ``decode`` of serving, greedy, with up to 8
+    sequences.
+
+    Raises :class:`UserError` where there is no compiler, where PyTorch was built with CUDA, or for plans of several
+    devices.
+    """
+    for e in experiments:
+        if e.world > 1:
+            raise UserError(f"{e.world} devices cannot be traced without them", "leave out what divides the model")
+        if not e.is_training and e.task != "serve":
+            raise UserError(f"task {e.task!r} has no trace on a fake GPU", "use pretrain, finetune or serve")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    lines = "".join(e.model_dump_json() + "\n" for e in experiments)
+    done = subprocess.run([sys.executable, "-m", "ridgeline.measure.fake.worker"], input=lines, text=True,
+                          capture_output=True, env=environment)  # fmt: skip
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if len(answers) < len(experiments):
+        said = done.stderr.strip().splitlines()
+        raise UserError(f"the trace on a fake GPU ended: {said[-1] if said else done.returncode}",
+                        "see whether PyTorch is a CPU build and g++ is installed")  # fmt: skip
+    return [_steps(a) for a in answers]
+
+
+def _steps(found: dict[str, Any]) -> dict[str, StepTrace]:
+    if "error" in found:
+        raise UserError(f"the experiment cannot be traced on a fake GPU: {found['error']}", "run it on a real one")
+    return {
+        name: StepTrace(
+            s["launches"], s["operators"], s["places"], [Wait(**w) for w in s["waits"]],
+            [*s["wrong"], *s.get("failed", [])], s.get("sequences", 0),
+        )
+        for name, s in found["steps"].items()
+    }  # fmt: skip

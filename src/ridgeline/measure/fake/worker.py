@@ -1,0 +1,99 @@
+"""The process in which experiments are traced: one per line on its input, one answer per line on its output."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+import warnings
+from typing import Any
+
+from ridgeline.measure.fake import guard
+
+_SEQUENCES, _PROMPT = 8, 64
+"""Most sequences of a step, and tokens of their prompts."""
+
+
+def main() -> None:
+    """Trace what comes."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    guard.load()
+    import torch
+
+    import ridgeline.serve.build_engine
+    import ridgeline.train.trainer  # noqa: F401 - before the stand-ins, which replace parts of them
+    from ridgeline.measure.fake import stand_ins
+
+    stand_ins.install()
+    torch.autograd.set_multithreading_enabled(False)
+    for line in sys.stdin:
+        try:
+            found: dict[str, Any] = {"steps": traced(line)}
+        except BaseException as e:
+            found = {"error": f"{type(e).__name__}: {e}", "trace": traceback.format_exc()}
+        print(json.dumps(found), flush=True)
+
+
+def traced(line: str) -> dict[str, dict[str, Any]]:
+    """The steps of an experiment, as counted."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from ridgeline.measure.fake.tracer import TRACER
+    from ridgeline.spec.experiment import Experiment
+
+    e = Experiment.model_validate_json(line)
+    with FakeTensorMode(allow_non_fake_inputs=True), TRACER:
+        return (_training if e.is_training else _serving)(e, torch.device("cuda", 0))
+
+
+def _training(e: Any, device: Any) -> dict[str, dict[str, Any]]:
+    from ridgeline.measure.fake.tracer import TRACER
+    from ridgeline.train.trainer import Trainer
+
+    trainer = Trainer(e, device)
+    trainer.step()  # which makes the optimizer's states
+    TRACER.reset()
+    trainer.step()
+    return {"step": TRACER.summary()}
+
+
+def _serving(e: Any, device: Any) -> dict[str, dict[str, Any]]:
+    from ridgeline.measure.fake.tracer import TRACER
+    from ridgeline.serve.build_engine import make_engine
+    from ridgeline.serve.request import EngineRequest, Sampling
+
+    w = e.workload
+    engine = make_engine(e, device)
+    sequences = min(_SEQUENCES, engine.limits.max_num_seqs)
+    prompt = min(_PROMPT, engine.max_model_len // 2)
+    sampling = Sampling(max_tokens=16, ignore_eos=True, **_sampling(w))
+    for i in range(sequences):
+        ids = [(7 * i + 3 * j) % (engine.spec.vocab_size - 2) + 2 for j in range(prompt)]
+        engine.add(EngineRequest(str(i), ids, sampling))
+    found = {}
+    TRACER.reset()
+    failed = _stepped(engine)
+    found["prefill"] = TRACER.summary() | {"sequences": sequences, "failed": failed}
+    while any(s.n_computed + 1 < len(s.tokens) for s in engine.scheduler.running) or engine.scheduler.waiting:
+        failed += _stepped(engine)
+    failed += _stepped(engine)  # tables and the like are there now
+    TRACER.reset()
+    failed += _stepped(engine)
+    found["decode"] = TRACER.summary() | {"sequences": sequences, "failed": failed}
+    return found
+
+
+def _stepped(engine: Any) -> list[str]:
+    return [event.error for event in engine.step() if getattr(event, "finish", None) == "error"]
+
+
+def _sampling(w: Any) -> dict[str, Any]:
+    given = getattr(w, "sampling", None)
+    return {"temperature": 0.0} if given is None else given
+
+
+if __name__ == "__main__":
+    main()
