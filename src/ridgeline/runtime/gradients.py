@@ -56,7 +56,9 @@ def combined_norm(groups: dict[int, list[Tensor]], device: torch.device, world: 
     ones; one collective of 8 bytes."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for n, norms in groups.items():
-        total += torch.stack([x.double() for x in norms]).square().sum() / n
+        alike = len({x.dtype for x in norms}) == 1
+        found = torch.stack(norms).double() if alike else torch.stack([x.double() for x in norms])
+        total += found.square().sum() / n
     if world > 1:
         dist.all_reduce(total)
     return total.sqrt().float()

@@ -11,9 +11,12 @@ from ridgeline.serve.beam import BeamSearch
 from ridgeline.serve.outputs import Outputs
 from ridgeline.serve.request import TokenLogprob
 from ridgeline.serve.runner import Runner
-from ridgeline.serve.sampler import Sampler
+from ridgeline.serve.sampler import NOT_FINITE, Sampler, put
 from ridgeline.serve.scheduler import Scheduler
 from ridgeline.serve.sequence import Sequence
+
+
+_NOT_FINITE = "the model's logits are not finite"
 
 
 class NextTokens:
@@ -46,22 +49,26 @@ class NextTokens:
         rows = list(dict.fromkeys(row for _, row in ready))
         if not rows:
             return
-        logits = self.runner.logits(hidden[rows])
+        device = hidden.device
+        logits = self.runner.logits(hidden if rows == list(range(len(hidden))) else hidden[put(rows, torch.int64, device)])
         if len(rows) < len(ready):
             place = {row: i for i, row in enumerate(rows)}
-            logits = logits[[place[row] for _, row in ready]]
-        for (seq, _), good in zip(ready, torch.isfinite(logits.amax(1)).tolist(), strict=True):
-            if not good and seq.finish is None:
-                self.outputs.fail(seq, "the model's logits are not finite")
+            logits = logits[put([place[row] for _, row in ready], torch.int64, device)]
+        # A GPU's sampler looks at its rows itself, so that the host waits once.
+        checked = [i for i, (seq, _) in enumerate(ready) if device.type == "cpu" or seq.group.beams is not None]
+        if checked:
+            good = torch.isfinite(logits.amax(1)).tolist()
+            for i in checked:
+                if not good[i] and ready[i][0].finish is None:
+                    self.outputs.fail(ready[i][0], _NOT_FINITE)
         keep = [i for i, (seq, _) in enumerate(ready) if seq.finish is None]
         sampling = [i for i in keep if ready[i][0].group.beams is None]
         beams = [i for i in keep if ready[i][0].group.beams is not None]
         if sampling:
-            self._sample(
-                [ready[i] for i in sampling], logits if len(sampling) == len(ready) else logits[sampling], hidden
-            )
+            mine = logits if len(sampling) == len(ready) else logits[put(sampling, torch.int64, device)]
+            self._sample([ready[i] for i in sampling], mine, hidden)
         if beams:
-            self.beams.extend([ready[i][0] for i in beams], logits[beams])
+            self.beams.extend([ready[i][0] for i in beams], logits[put(beams, torch.int64, device)])
 
     def accept(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         """Append and report a first token that another server has drawn, with this sequence's next random number."""
@@ -80,7 +87,8 @@ class NextTokens:
         while active:
             seqs = [seq for seq, _ in active]
             wanted = [i for i, s in enumerate(seqs) if _wants_logprobs(s)]
-            raw = logits[wanted].clone() if wanted else None  # the sampler changes its rows
+            # The sampler changes its rows.
+            raw = logits[put(wanted, torch.int64, logits.device)] if wanted else None
             tokens = self._tokens(logits, active, hidden)
             logprobs = {} if raw is None else self._logprobs(raw, seqs, tokens, wanted)
             further: list[tuple[Sequence, int]] = []
@@ -95,7 +103,7 @@ class NextTokens:
                     further.append((seq, row + 1))
             active = further
             if active:
-                logits = self.runner.logits(hidden[[row for _, row in active]])
+                logits = self.runner.logits(hidden[put([row for _, row in active], torch.int64, hidden.device)])
         for seq, _ in expanded:
             if seq.finish == "error":
                 continue
@@ -117,16 +125,21 @@ class NextTokens:
             return {}
         wanted = [wanted[k] for k in fine]
         settings = [seqs[i].group.request.sampling for i in wanted]
-        found = self.sampler.logprobs(raw[fine], [tokens[i] for i in wanted], [s.logprobs or 0 for s in settings])
+        picked = raw if len(fine) == len(raw) else raw[put(fine, torch.int64, raw.device)]
+        found = self.sampler.logprobs(picked, [tokens[i] for i in wanted], [s.logprobs or 0 for s in settings])
         for k, s in enumerate(settings):
             if s.logprob_token_ids:
-                found[k] = self.sampler.named(raw[fine[k]], found[k], s.logprob_token_ids)
+                found[k] = self.sampler.named(picked[k], found[k], s.logprob_token_ids)
         return dict(zip(wanted, found, strict=True))
 
     def _tokens(self, logits: Tensor, active: list[tuple[Sequence, int]], hidden: Tensor) -> list[int]:
         """The sampled tokens; if sampling fails, it is repeated row by row, so that only the faulty row gets -1."""
         try:
-            return self.sampler(logits, [seq for seq, _ in active])
+            tokens = self.sampler(logits, [seq for seq, _ in active])
+            for (seq, _), token in zip(active, tokens, strict=True):
+                if token == NOT_FINITE and seq.finish is None:
+                    self.outputs.fail(seq, _NOT_FINITE)
+            return tokens
         except Exception as e:
             if len(active) == 1:
                 self.outputs.fail(active[0][0], f"{type(e).__name__}: {e}")

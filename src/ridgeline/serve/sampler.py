@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from ridgeline.serve.sequence import Sequence
 Search = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 CANDIDATES = 256
 """Number of likeliest tokens in which the nucleus is searched before the whole row is."""
-_SHIFT, _BUCKETS = 20, 4096
-"""Buckets of logits by their leading twelve bits: sign, exponent and three bits of the mantissa."""
+NOT_FINITE = -2
+"""In the place of a token of logits that are not finite."""
 
 
 def plain_search(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -61,30 +62,50 @@ class Sampler:
         self.argmax = topk.argmax if hierarchical else (lambda x: x.argmax(1))
 
     def __call__(self, logits: Tensor, seqs: list[Sequence]) -> list[int]:
-        """One token for each row of ``logits`` [R, V], which may be changed."""
-        self.adjust(logits, seqs)
+        """One token for each row of ``logits`` [R, V], which may be changed; :data:`NOT_FINITE` for a row without one.
+
+        The host waits for the device once; once more where a nucleus is larger than its candidates.
+        """
         if self.hierarchical and logits.device.type == "cpu" and logits.dtype == torch.float32 and native.library():
+            self.adjust(logits, seqs)
             return _by_kernel(logits, seqs)
-        chosen = [0] * len(seqs)
-        greedy = [i for i, s in enumerate(seqs) if s.group.request.sampling.greedy]
-        if greedy:
-            rows = logits if len(greedy) == len(seqs) else logits[greedy]
-            for i, token in zip(greedy, self.argmax(rows).tolist(), strict=True):
-                chosen[i] = token
-        for filtered in (False, True):
-            some = [
-                i for i, s in enumerate(seqs)
-                if not s.group.request.sampling.greedy and _filters(s.group.request.sampling) == filtered
-            ]  # fmt: skip
-            if some:
-                settings = [seqs[i].group.request.sampling for i in some]
-                uniform = torch.tensor([seqs[i].rng.random() for i in some], dtype=torch.float64, device=logits.device)
-                temperature = torch.tensor([s.temperature for s in settings], dtype=logits.dtype, device=logits.device)
-                x = logits[some] / temperature[:, None]
-                drawn = self._filtered(x, settings, uniform) if filtered else topk.draw(x, uniform).tolist()
-                for i, token in zip(some, drawn, strict=True):
-                    chosen[i] = token
-        return chosen
+        finite = torch.isfinite(logits.amax(1))
+        self.adjust(logits, seqs)
+        settings = [s.group.request.sampling for s in seqs]
+        kinds = [0 if s.greedy else 2 if _filters(s) else 1 for s in settings]
+        parts, order = [], []
+        wide: Tensor | None = None
+        for kind in sorted(set(kinds)):
+            some = [i for i, k in enumerate(kinds) if k == kind]
+            order += some
+            rows = logits if len(some) == len(seqs) else logits[put(some, torch.int64, logits.device)]
+            if kind == 0:
+                parts.append(self.argmax(rows))
+                continue
+            uniform = put([seqs[i].rng.random() for i in some], torch.float64, logits.device)
+            x = rows / put([settings[i].temperature for i in some], logits.dtype, logits.device)[:, None]
+            if kind == 1:
+                parts.append(topk.draw(x, uniform))
+            else:
+                drawn, wide = self._filtered(x, [settings[i] for i in some], uniform)
+                parts.append(drawn)
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if order != sorted(order):
+            tokens = torch.empty_like(tokens).index_copy_(0, put(order, torch.int64, logits.device), tokens)
+        tokens = tokens.where(finite, NOT_FINITE)
+        if wide is None:
+            return [int(t) for t in tokens.tolist()]
+        found: list[int] = torch.cat([tokens, wide]).tolist()
+        drawn_ids, larger = found[: len(seqs)], found[len(seqs) :]
+        again = [n for n, more in enumerate(larger) if more]
+        if again:  # whose nucleus is larger than its candidates
+            some = [i for i, k in enumerate(kinds) if k == 2]
+            at = put(again, torch.int64, logits.device)
+            found = self._whole(x[at], [settings[some[n]] for n in again], uniform[at]).tolist()
+            for n, token in zip(again, found, strict=True):
+                if drawn_ids[some[n]] != NOT_FINITE:
+                    drawn_ids[some[n]] = token
+        return drawn_ids
 
     def adjust(self, logits: Tensor, seqs: list[Sequence]) -> None:
         """Apply penalties, biases and constraints of the requests to rows of logits [R, V], in place."""
@@ -96,18 +117,18 @@ class Sampler:
         s = seq.group.request.sampling
         if s.repetition_penalty != 1.0:
             seq.occurred = seq.occurred or Occurred()
-            occurred = seq.occurred.ids(seq.tokens).to(row.device)
+            occurred = put(seq.occurred.ids(seq.tokens), torch.int64, row.device)
             values = row[occurred]
             row[occurred] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
         if (s.presence_penalty or s.frequency_penalty) and seq.counts:
-            ids = torch.tensor(list(seq.counts), device=row.device)
-            often = torch.tensor(list(seq.counts.values()), dtype=row.dtype, device=row.device)
+            ids = put(list(seq.counts), torch.int64, row.device)
+            often = put(list(seq.counts.values()), row.dtype, row.device)
             row[ids] -= s.presence_penalty + s.frequency_penalty * often
         if s.logit_bias:
-            ids = torch.tensor(list(s.logit_bias), device=row.device)
-            row[ids] += torch.tensor(list(s.logit_bias.values()), dtype=row.dtype, device=row.device)
+            ids = put(list(s.logit_bias), torch.int64, row.device)
+            row[ids] += put(list(s.logit_bias.values()), row.dtype, row.device)
         if s.allowed_token_ids:
-            ids = torch.tensor(s.allowed_token_ids, device=row.device)
+            ids = put(s.allowed_token_ids, torch.int64, row.device)
             kept = row[ids]
             row.fill_(float("-inf"))
             row[ids] = kept
@@ -115,26 +136,22 @@ class Sampler:
             if seq.generated >= len(before) and seq.tokens[len(seq.tokens) - len(before) :] == before:
                 row[last] = float("-inf")
         if seq.generated < s.min_tokens:
-            row[list(self.ends | set(s.stop_token_ids))] = float("-inf")
+            row[put(list(self.ends | set(s.stop_token_ids)), torch.int64, row.device)] = float("-inf")
         if seq.grammar is not None:
             allowed = seq.grammar.allowed()
             if allowed is not None:
-                ids = torch.as_tensor(allowed, device=row.device)
+                ids = put(allowed, torch.int64, row.device)
                 kept = row[ids]
                 row.fill_(float("-inf"))
                 row[ids] = kept
 
-    def _filtered(self, x: Tensor, settings: list[Sampling], uniform: Tensor) -> list[int]:
-        """Draws from rows ``x`` [R, V] with top-k, top-p or min-p, by numbers ``uniform`` [R]: among the likeliest
-        candidates of all rows at once, and among the whole vocabulary where a nucleus is larger."""
+    def _filtered(self, x: Tensor, settings: list[Sampling], uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Draws from rows ``x`` [R, V] with top-k, top-p or min-p, by numbers ``uniform`` [R], among the likeliest
+        candidates of all rows at once; and which rows want more of the vocabulary (0 or 1): both int64 [R]."""
         most = max([CANDIDATES, *(s.top_k for s in settings)])
         values, ids = self.search(x, most)
         width = values.shape[1]
-
-        def column(read: Callable[[Sampling], float]) -> Tensor:
-            return torch.tensor([[read(s)] for s in settings], dtype=torch.float64, device=x.device)
-
-        top_k, top_p, min_p = column(lambda s: s.top_k), column(lambda s: s.top_p), column(lambda s: s.min_p)
+        top_k, top_p, min_p = _columns(settings, x.device)
         some = top_k > 0
         place = torch.arange(width, device=x.device)
         ordered = values.double().masked_fill_(some & (place >= top_k), float("-inf"))
@@ -150,17 +167,23 @@ class Sampler:
         upto = p.masked_fill_(place >= keep, 0).gather(1, order).cumsum(1)
         drawn = torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)
         chosen = ids.gather(1, torch.minimum(drawn, keep - 1))[:, 0]
-        if width < x.shape[1]:
-            wide = (~some & (nucleus >= width) & (inside >= width))[:, 0].nonzero()[:, 0]
-            if len(wide):
-                kept = nuclei(x[wide], whole[wide], top_p.where(top_p < 1, 2.0)[wide], least[wide])
-                chosen[wide] = topk.draw(x[wide].masked_fill_(~kept, float("-inf")), uniform[wide])
-        return [int(t) for t in chosen.tolist()]
+        more = ~some & (nucleus >= width) & (inside >= width)
+        return chosen, more[:, 0].long() if width < x.shape[1] else torch.zeros_like(chosen)
+
+    @staticmethod
+    def _whole(x: Tensor, settings: list[Sampling], uniform: Tensor) -> Tensor:
+        """Draws from rows ``x`` [R, V] with top-p or min-p among the whole vocabulary: [R]."""
+        _, top_p, min_p = _columns(settings, x.device)
+        whole = x.logsumexp(1, keepdim=True).double()
+        p = (x.amax(1, keepdim=True).double() - whole).exp_()
+        least = torch.maximum(min_p * p, torch.full_like(min_p, torch.finfo(torch.float64).tiny))
+        kept = nuclei(x, whole, top_p.where(top_p < 1, 2.0), least)
+        return topk.draw(x.masked_fill(~kept, float("-inf")), uniform)
 
     def logprobs(self, logits: Tensor, tokens: list[int], tops: list[int]) -> list[TokenLogprob]:
         """Log-probabilities of one token for each row of unchanged ``logits`` [R, V], and of its likeliest ones."""
         whole = logits.logsumexp(1)
-        chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0] - whole
+        chosen = logits.gather(1, put(tokens, torch.int64, logits.device)[:, None])[:, 0] - whole
         if not any(tops):
             return [TokenLogprob(t, p) for t, p in zip(tokens, chosen.tolist(), strict=True)]
         values, ids = self.search(logits, max(tops))
@@ -172,7 +195,7 @@ class Sampler:
     def named(logits: Tensor, found: TokenLogprob, tokens: Iterable[int]) -> TokenLogprob:
         """``found`` of a row of unchanged ``logits`` [V]; its own token and ``tokens`` replace the likeliest."""
         ids = list(dict.fromkeys([found.token, *tokens]))
-        values = logits[torch.tensor(ids, device=logits.device)] - logits.logsumexp(0)
+        values = logits[put(ids, torch.int64, logits.device)] - logits.logsumexp(0)
         return replace(found, top=tuple(zip(ids, values.tolist(), strict=True)))
 
 
@@ -189,25 +212,24 @@ def _by_kernel(logits: Tensor, seqs: list[Sequence]) -> list[int]:
 
 def nuclei(x: Tensor, whole: Tensor, top_p: Tensor, least: Tensor) -> Tensor:
     """Which entries of rows ``x`` [R, V] are the likeliest ones that together reach ``top_p`` [R, 1] (above 1: all),
-    each with a probability of ``least`` [R, 1] or more; ``whole`` [R, 1]: the log of each row's sum.
+    each with a probability of ``least`` [R, 1] or more; ``whole`` [R, 1]: the log of each row's sum."""
+    ordered, order = x.sort(dim=1, descending=True, stable=True)
+    p = (ordered - whole.to(x.dtype)).exp_().double()
+    before = p.cumsum(1) - p
+    kept = (before < top_p) & (p >= least)
+    return torch.zeros_like(kept).scatter_(1, order, kept)
 
-    Without a sort: probabilities are added up by the leading twelve bits of the logits, and only the bucket in which a
-    row reaches its limit is put in order.
-    """
-    p = (x - whole.to(x.dtype)).exp_()
-    bits = x.float().view(torch.int32)
-    bucket = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> _SHIFT).long() + _BUCKETS // 2  # in the order of the logits
-    mass = torch.zeros(len(x), _BUCKETS, dtype=torch.float64, device=x.device).scatter_add_(1, bucket, p.double())
-    above = mass.flip(1).cumsum(1).flip(1)  # of each bucket and those over it
-    edge = ((above >= top_p).sum(1, keepdim=True) - 1).clamp_(min=0)
-    kept = bucket > edge
-    before = (above - mass).gather(1, edge)[:, 0].tolist()
-    for row, (at, reached, limit) in enumerate(zip(edge[:, 0].tolist(), before, top_p[:, 0].tolist(), strict=True)):
-        here = (bucket[row] == at).nonzero()[:, 0]
-        order = here[x[row, here].argsort(descending=True, stable=True)]
-        upto = p[row, order].double().cumsum(0) + reached
-        kept[row, order[: int(torch.searchsorted(upto, limit)) + 1]] = True
-    return kept & (p >= least)
+
+def put(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on the device; the host does not wait for a GPU's copy."""
+    t = torch.as_tensor(values, dtype=dtype)
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+
+
+def _columns(settings: list[Sampling], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """top-k, top-p and min-p of each row, [R, 1] in fp64."""
+    k, p, least = put([(s.top_k, s.top_p, s.min_p) for s in settings], torch.float64, device).unsqueeze(2).unbind(1)
+    return k.contiguous(), p.contiguous(), least.contiguous()
 
 
 def _filters(s: Sampling) -> bool:

@@ -58,6 +58,6 @@ def draw(x: Tensor, uniform: Tensor) -> Tensor:
 
 def _place(upto: Tensor, aim: Tensor) -> Tensor:
     """Where ``aim`` [R, 1] falls among the cumulative sums ``upto`` [R, N]. Rounding may put it at or behind their end:
-    the last entry with any weight is then meant."""
-    last = torch.searchsorted(upto, upto[:, -1:].contiguous())
+    the last entry with any weight is then meant. Sums that are no numbers give any place."""
+    last = torch.searchsorted(upto, upto[:, -1:].contiguous()).clamp_(max=upto.shape[1] - 1)
     return torch.minimum(torch.searchsorted(upto, aim, right=True), last)

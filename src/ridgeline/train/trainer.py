@@ -60,6 +60,13 @@ def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[Train
         run.assert_trainable()
 
 
+def to_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device; the host does not wait for a GPU's copy."""
+    if device.type != "cuda":
+        return t.to(device)
+    return t.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class StepStats:
     """One optimizer step: mean loss over the global batch's valid tokens, tokens trained, gradient norm, seconds."""
@@ -170,7 +177,7 @@ class Trainer:
         mine = slice(place * share, (place + 1) * share)
         # The same number of tokens at a time, even if the sequences are shorter than the workload's.
         size = max(1, self.experiment.micro_batch_size * self.workload.seq_len // batch.ids.shape[1])
-        parts = [None if t is None else t[mine].to(self.device).split(size) for t in batch]
+        parts = [None if t is None else to_device(t[mine], self.device).split(size) for t in batch]
         micros = [Micro._make(None if p is None else p[i] for p in parts) for i in range(-(-share // size))]
         for take in self.run.cut:
             micros = [take(m) for m in micros]
@@ -242,24 +249,27 @@ class Trainer:
         step = self.steps_done
         loss, valid = self.forward_backward(step)
         norm = self.update(step)
-        value, stop, finished = self.report(loss)
+        value, size, stop, finished = self.report(loss, norm)
         self.steps_done += 1
         if not math.isfinite(value):
             raise FloatingPointError(f"loss is {value} at step {step}")
-        return StepStats(step, value, valid, float(norm), time.perf_counter() - start, stop, finished)
+        return StepStats(step, value, valid, size, time.perf_counter() - start, stop, finished)
 
-    def report(self, loss: torch.Tensor) -> tuple[float, bool, bool]:
-        """The loss over all ranks, whether any of them received a stop signal, and whether rank 0 considers training
-        done."""
+    def report(self, loss: torch.Tensor, norm: torch.Tensor) -> tuple[float, float, bool, bool]:
+        """The loss over all ranks, the gradients' norm, whether any rank received a stop signal, and whether rank 0
+        considers training done. The only wait for the device of a step."""
         finished = self.rank == 0 and self.run.hooks.finished()
-        report = torch.tensor(
-            [0.0, float(self.stop_requested), float(finished)], dtype=torch.float64, device=self.device
-        )
-        report[0] = loss
+        report = torch.stack([loss.double(), norm.to(loss.device, torch.float64)])
+        flags = (self.stop_requested, finished)
         if self.world > 1:
+            marks = to_device(torch.tensor(flags, dtype=torch.float64), self.device)
+            report = torch.cat([report, marks])
+            if self.rank:
+                report[1] = 0.0  # the norm is the same on every rank
             dist.all_reduce(report)
-        value, stop, done = report.tolist()
-        return value, stop > 0, done > 0
+        value, size, *marked = report.tolist()
+        stop, done = (mark > 0 for mark in marked) if marked else flags
+        return value, size, stop, done
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
         """Run steps to the end of the workload, passing each to ``watch``, which returns whether to stop."""

@@ -123,9 +123,9 @@ def metered_step(trainer: Trainer, wire: Wire | None = None) -> Usage:
     with counted, meter:
         loss, _ = trainer.forward_backward(step)
         meter.updating = True
-        trainer.update(step)
+        norm = trainer.update(step)
     with counted:
-        trainer.report(loss)
+        trainer.report(loss, norm)
     return meter.peak
 
 

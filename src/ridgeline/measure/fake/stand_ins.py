@@ -104,6 +104,8 @@ def _fused_kernels() -> None:
     plain_sdpa, plain_rms = F.scaled_dot_product_attention, F.rms_norm
 
     def sdpa(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if q.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+            q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
         half, same = q.dtype in (torch.float16, torch.bfloat16), q.shape[1] == k.shape[1]
         masked = attn_mask is not None
         fused = (half and not masked and q.shape[-1] <= 256) or (same and q.shape[-1] % 4 == 0) or (

@@ -27,6 +27,8 @@ _FREE = frozenset("""
     new_empty_strided empty_permuted set_ resize_ detach_ sym_size sym_stride sym_numel sym_storage_offset device layout
     dtype is_pinned size stride numel dim is_contiguous _pin_memory movedim chunk narrow real is_same_size lift
 """.split())
+_MAYBE = frozenset("to reshape contiguous flatten unflatten type_as".split())
+"""Operators that only make a view where they can."""
 _BY_DATA = frozenset("""
     nonzero masked_select unique unique_dim _unique _unique2 bincount equal is_nonzero unique_consecutive
 """.split())
@@ -93,6 +95,8 @@ class Tracer(TorchDispatchMode):
             self.wrong[f"{name}: {type(e).__name__}: {str(e)[:160]} at {place()}"] += 1
             raise
         made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        if name in _MAYBE and made and made[0].untyped_storage()._cdata == given[0].untyped_storage()._cdata:
+            return out
         if name not in _FREE and (on_device or any(t.device.type == "cuda" for t in made)):
             self.launched(name)
         return out

@@ -74,7 +74,8 @@ class IntegerUpdates:
     layers: list[IntegerWeight] = field(default_factory=list)
     last: bool = True
     step: int = 0
-    squares: float = 0.0
+    squares: Tensor | float = 0.0
+    """Of this step's gradients so far, on their device."""
     _held: dict[IntegerWeight, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -140,7 +141,7 @@ class IntegerUpdates:
             if not self.last:
                 self._held[layer][0][rows], self._held[layer][1][rows] = codes, scale
                 continue
-            self.squares += float(g.double().square().sum())
+            self.squares = self.squares + g.double().square().sum()
             lion_rows(
                 layer, rows, torch.mul(codes, scale), state["momentum"][rows], state["momentum_scale"][rows],
                 lr=run.update.lr, decay=run.experiment.training.weight_decay, betas=BETAS,
