@@ -23,7 +23,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 
-from ridgeline.nn.kernels import gpu, lowbit_matmul, paged_attention, ternary_decode
+from ridgeline.nn.kernels import float8, gpu, lowbit_matmul, paged_attention, ternary_decode
 from ridgeline.nn.kernels.ahead_of_time import compiling
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
@@ -103,6 +103,13 @@ def elementwise() -> Iterator[Case]:
         e(n), 0, *(e(n, dtype=F32) for _ in range(4)), n, 0.999, 0.1, 0.95, 0.05, 1e-8, -3e-4, 0.9), True)  # fmt: skip
 
 
+def encodings() -> Iterator[Case]:
+    """Float8 codes, on devices that have them."""
+    for rows, width in ((16384, 4096), (4096, 14336)):
+        yield Case(f"float8 of {rows}x{width}", lambda r=rows, w=width: float8.encode(
+            e(r, w), torch.float8_e4m3fn, 448.0), rows == 16384)  # fmt: skip
+
+
 def products() -> Iterator[Case]:
     """Products with low-bit and with ternary weights."""
     for bits, rows, (out, width), dtype, zero, group in (
@@ -174,11 +181,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as", dest="name", default="after", help="the name of these rows in the file")
     args = parser.parse_args()
-    cases = [c for c in (*norms(), *elementwise(), *products(), *paged()) if args.only in c.label and (c.quick or not args.quick)]
-    cases = [c for c in cases if args.skip not in c.label]
+    every = (*norms(), *elementwise(), *encodings(), *products(), *paged())
+    cases = [c for c in every if args.only in c.label and args.skip not in c.label and (c.quick or not args.quick)]
     rows, start = [], time.time()
     for capability in args.capabilities:
         for case in cases:
+            if case.label.startswith("float8") and capability < 89:
+                continue
             with compiling(capability) as found:
                 case.call()
             for kernel in found:

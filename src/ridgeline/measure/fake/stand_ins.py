@@ -14,6 +14,7 @@ import sys
 import types
 
 import torch
+import torch.cuda.amp.common as common
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -50,6 +51,7 @@ def _device() -> None:
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.synchronize = lambda *_: TRACER.waited("synchronize")
     torch.amp.autocast_mode.amp_definitely_not_available = lambda: False
+    common.amp_definitely_not_available = lambda: False
 
     class Event:
         def __init__(self, *_, **__): ...
@@ -81,6 +83,9 @@ def _questions() -> None:
             return plain_list(self)
         if self.device.type == "cuda":
             TRACER.waited("tolist")
+        if hasattr(self, "counted"):  # how often each number occurs: about as often as another
+            share, rest = divmod(self.counted, len(self))
+            return [share + (i < rest) for i in range(len(self))]
         value = answer(self)
 
         def filled(shape):

@@ -148,7 +148,9 @@ class Tracer(TorchDispatchMode):
             return torch.empty(max(1, x.numel() // 4), x.dim(), dtype=torch.int64, device=x.device)
         if name == "bincount":
             size = kwargs.get("minlength") or (args[2] if len(args) > 2 else 8)
-            return torch.empty(size, dtype=torch.int64, device=x.device)
+            out = torch.empty(size, dtype=torch.int64, device=x.device)
+            out.counted = x.numel()
+            return out
         if name == "masked_select":
             return x.new_empty(max(1, x.numel() // 4))
         return func(*args, **kwargs)

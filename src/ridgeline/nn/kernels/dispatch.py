@@ -25,6 +25,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+@lru_cache(maxsize=8)
+def has_float8(device: torch.device) -> bool:
+    """Whether the device converts to float8 and multiplies it (Ada, Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def usable(*tensors: Tensor | None) -> bool:
     """Whether the kernels support these tensors: plain tensors on one kind of device, of a supported dtype."""
     given = [t for t in tensors if t is not None]

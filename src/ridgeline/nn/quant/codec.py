@@ -14,6 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ridgeline.nn.kernels.dispatch import has_float8, has_triton, usable
+
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.float16: 65504.0}
@@ -52,8 +54,17 @@ def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
 
 def quantize(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of ``t`` in ``dtype`` with a scale of its own (float32 scalar): (codes, scale)."""
+    return quantize_both(t, dtype)[:2]
+
+
+def quantize_both(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the scale's inverse. In two kernels on a GPU that has float8."""
+    if t.is_cuda and t.numel() and has_triton() and usable(t) and has_float8(t.device):
+        from ridgeline.nn.kernels import float8
+
+        return float8.encode(t, dtype, LARGEST[dtype])
     scale = scale_for(peak_of(t), dtype)
-    return encode(t, scale, dtype), scale
+    return encode(t, scale, dtype), scale, scale.reciprocal()
 
 
 # ---- blockwise 8-bit dynamic codes ----------------------------------------------------------------------------------

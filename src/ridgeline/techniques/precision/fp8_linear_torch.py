@@ -8,25 +8,32 @@ fp32, which gives the same products of the same rounded numbers.
 from __future__ import annotations
 
 import weakref
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ridgeline.nn.kernels.dispatch import has_float8
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
-from ridgeline.nn.quant.codec import E4M3, E5M2, decode, quantize
+from ridgeline.nn.quant.codec import E4M3, E5M2, decode, quantize, quantize_both
 
 _latest: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
-"""The last quantized input, its version, its codes and scale: layers that read the same tensor share its codes."""
+"""The last quantized input, its version, its codes and their factor: layers that read the same tensor share its
+codes."""
+
+
+def _quantized(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes, and what they are multiplied by (float32 scalar)."""
+    codes, _, inverse = quantize_both(t, dtype)
+    return codes, inverse
 
 
 def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
     global _latest
     if x.is_inference():  # without a version counter a change cannot be detected
-        return quantize(x, E4M3)
+        return _quantized(x, E4M3)
     if _latest is not None and _latest[0]() is x and _latest[1] == x._version:
         return _latest[2], _latest[3]
 
@@ -36,26 +43,19 @@ def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
             _latest = None
 
     with torch.no_grad():
-        codes, scale = quantize(x, E4M3)
+        codes, scale = _quantized(x, E4M3)
     _latest = weakref.ref(x, forget), x._version, codes, scale
     return codes, scale
 
 
-@lru_cache(maxsize=8)
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device has float8 matrix units that PyTorch supports."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [m, k] · bᵀ of b [n, k], both float8 codes, → [m, n] in ``dtype``."""
-    if multiplies_fp8(a.device) and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0:
-        out: Tensor = torch._scaled_mm(
-            a.contiguous(), b.contiguous().t(), scale_a=a_scale.reciprocal(), scale_b=b_scale.reciprocal(),
-            out_dtype=dtype,
-        )  # fmt: skip
+def product(a: Tensor, by: Tensor, b: Tensor, b_by: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """a [m, k] · bᵀ of b [n, k], both float8 codes with their factors, → [m, n] in ``dtype``. ``fast``: sums may be
+    kept in fewer bits than fp32 (Hopper's tensor cores otherwise move them to registers)."""
+    if has_float8(a.device) and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0:
+        out: Tensor = torch._scaled_mm(a.contiguous(), b.contiguous().t(), scale_a=by, scale_b=b_by, out_dtype=dtype,
+                                       use_fast_accum=fast)  # fmt: skip
         return out
-    return torch.mm(decode(a, a_scale), decode(b, b_scale).t()).to(dtype)
+    return torch.mm(a.float() * by, (b.float() * b_by).t()).to(dtype)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -64,7 +64,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        y = product(codes.flatten(0, -2), scale, *quantize(weight, E4M3), dtype)
+        y = product(codes.flatten(0, -2), scale, *_quantized(weight, E4M3), dtype, fast=True)
         ctx.save_for_backward(weight, *((codes, scale) if weight.requires_grad else ()))
         ctx.x_dtype = x.dtype
         return y.view(*codes.shape[:-1], weight.shape[0])
@@ -74,10 +74,10 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         shape = dy.shape
-        dy_codes, dy_scale = quantize(dy.flatten(0, -2), E5M2)
+        dy_codes, dy_scale = _quantized(dy.flatten(0, -2), E5M2)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            w_codes, w_scale = quantize(weight, E4M3)
+            w_codes, w_scale = _quantized(weight, E4M3)
             dx = product(dy_codes, dy_scale, w_codes.t(), w_scale, ctx.x_dtype).view(*shape[:-1], weight.shape[1])
         if kept:
             x_codes, x_scale = kept
@@ -132,8 +132,8 @@ class StoredFp8Linear(nn.Module):
         """[..., in] → [..., out]. Without fp8 units the weight is dequantized, and the input is not quantized."""
         dtype = compute_dtype(x)
         codes = self.codes.view(E4M3)
-        if multiplies_fp8(x.device):
-            y = product(*_coded_rows(x), codes, self.scale, dtype).view(*x.shape[:-1], -1)
+        if has_float8(x.device):
+            y = product(*_coded_rows(x), codes, self.scale.reciprocal(), dtype, fast=True).view(*x.shape[:-1], -1)
         else:
             y = nn.functional.linear(x.to(dtype), decode(codes, self.scale, dtype))
         return y if self.bias is None else y + self.bias.to(dtype)
