@@ -43,9 +43,9 @@ class StepTrace:
         return sum(w.count for w in self.waits)
 
 
-def trace(experiments: Sequence[Experiment]) -> list[dict[str, StepTrace]]:
-    """The steps of each experiment: ``step`` of training; ``prefill`` and ``decode`` of serving, greedy, with up to 8
-    sequences.
+def trace(experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] = ()) -> list[dict[str, StepTrace]]:
+    """The steps of each experiment: ``step`` of training; ``prefill`` and ``decode`` of serving, with up to 8 sequences
+    that have these ``sampling`` settings (none: greedy).
 
     Raises :class:`UserError` where there is no compiler, where PyTorch was built with CUDA, or for plans of several
     devices.
@@ -56,7 +56,11 @@ def trace(experiments: Sequence[Experiment]) -> list[dict[str, StepTrace]]:
         if not e.is_training and e.task != "serve":
             raise UserError(f"task {e.task!r} has no trace on a fake GPU", "use pretrain, finetune or serve")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    lines = "".join(e.model_dump_json() + "\n" for e in experiments)
+    settings = sampling or [{"temperature": 0.0}] * len(experiments)
+    asked = [
+        {"experiment": e.model_dump(mode="json"), "sampling": s} for e, s in zip(experiments, settings, strict=True)
+    ]
+    lines = "".join(json.dumps(a) + "\n" for a in asked)
     done = subprocess.run([sys.executable, "-m", "ridgeline.measure.fake.worker"], input=lines, text=True,
                           capture_output=True, env=environment)  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -44,9 +44,10 @@ def traced(line: str) -> dict[str, dict[str, Any]]:
     from ridgeline.measure.fake.tracer import TRACER
     from ridgeline.spec.experiment import Experiment
 
-    e = Experiment.model_validate_json(line)
+    asked = json.loads(line)
+    e, device = Experiment.model_validate(asked["experiment"]), torch.device("cuda", 0)
     with FakeTensorMode(allow_non_fake_inputs=True), TRACER:
-        return (_training if e.is_training else _serving)(e, torch.device("cuda", 0))
+        return _training(e, device) if e.is_training else _serving(e, device, asked["sampling"])
 
 
 def _training(e: Any, device: Any) -> dict[str, dict[str, Any]]:
@@ -60,16 +61,15 @@ def _training(e: Any, device: Any) -> dict[str, dict[str, Any]]:
     return {"step": TRACER.summary()}
 
 
-def _serving(e: Any, device: Any) -> dict[str, dict[str, Any]]:
+def _serving(e: Any, device: Any, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     from ridgeline.measure.fake.tracer import TRACER
     from ridgeline.serve.build_engine import make_engine
     from ridgeline.serve.request import EngineRequest, Sampling
 
-    w = e.workload
     engine = make_engine(e, device)
     sequences = min(_SEQUENCES, engine.limits.max_num_seqs)
     prompt = min(_PROMPT, engine.max_model_len // 2)
-    sampling = Sampling(max_tokens=16, ignore_eos=True, **_sampling(w))
+    sampling = Sampling(max_tokens=16, ignore_eos=True, **settings)
     for i in range(sequences):
         ids = [(7 * i + 3 * j) % (engine.spec.vocab_size - 2) + 2 for j in range(prompt)]
         engine.add(EngineRequest(str(i), ids, sampling))
@@ -88,11 +88,6 @@ def _serving(e: Any, device: Any) -> dict[str, dict[str, Any]]:
 
 def _stepped(engine: Any) -> list[str]:
     return [event.error for event in engine.step() if getattr(event, "finish", None) == "error"]
-
-
-def _sampling(w: Any) -> dict[str, Any]:
-    given = getattr(w, "sampling", None)
-    return {"temperature": 0.0} if given is None else given
 
 
 if __name__ == "__main__":

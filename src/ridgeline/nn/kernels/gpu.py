@@ -403,14 +403,14 @@ def rl_softmax(wide, x, t, bias, tb, bias_rows, rows, n, scale, columns=0):
     """As ``rl_softmax`` of ``cpu.cpp``."""
     folded, size = _tile(n, columns)
     kernel = _softmax_folded if folded else _softmax
-    kernel[(rows,)](x, x if bias is None else bias, bias_rows, n, scale, bias is not None, size)
+    kernel[(rows,)](x, x if bias is None else bias, bias_rows, n, scale, bias is not None, size, num_warps=_warps(size))
 
 
 def rl_softmax_backward(wide, d, p, t, rows, n, scale, columns=0):
     """As ``rl_softmax_backward`` of ``cpu.cpp``."""
     folded, size = _tile(n, columns)
     kernel = _softmax_backward_folded if folded else _softmax_backward
-    kernel[(rows,)](d, p, n, scale, size)
+    kernel[(rows,)](d, p, n, scale, size, num_warps=_warps(size))
 
 
 def rl_rotate(wide, x, t, cosine, sine, tt, rows, width, count, d, period, sign):

@@ -1,0 +1,83 @@
+"""The Triton kernels compiled for GPUs, without one: what the compiler made of them.
+
+In processes of their own, because the suite runs Triton in its interpreter. Times are not tested: machines are busy.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "compile_kernels.py"
+
+
+def compiled(folder, *args):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    command = [sys.executable, str(SCRIPT), "--json", *args]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory):
+    """One shape of each important kernel for compute capability 9.0."""
+    return compiled(tmp_path_factory.mktemp("triton"), "--quick", "--capabilities", "90")
+
+
+def only(rows, case, kernel):
+    found = [r for r in rows if case in r["case"] and r["kernel"] == kernel]
+    assert len(found) == 1, [r["case"] for r in rows]
+    return found[0]
+
+
+def no_waste(rows):
+    assert len(rows) > 8
+    for r in rows:
+        assert r["spilled"] == 0, r
+        assert r["registers"] <= 255, r
+        if r["kernel"] in ("_attend", "_matrix"):
+            assert r["tensor"] > 0, r
+            assert r["asynchronous"] > 0, r
+        elif r["kernel"] not in ("_row", "_vector", "_merge"):
+            assert any(int(bits) >= 64 for bits in r["loads"]), r
+
+
+def test_nothing_is_spilled_and_products_run_on_tensor_cores(hopper):
+    no_waste(hopper)
+
+
+def test_a_tile_of_keys_takes_few_instructions(hopper):
+    """64 keys of 128 numbers are 16 KB of each, keys and values: with a processor's share of 25 GB/s some 2300 cycles,
+    in which four schedulers issue one instruction each for one of its four warps."""
+    plain = [r for r in hopper if r["case"] == "paged B=64 heads=32/8 of 128, 4096 tokens"]
+    assert [r["loop"] <= 500 for r in plain] == [True]
+    nibbles = only(hopper, "4096 tokens, int4", "_attend")
+    assert nibbles["loop"] <= 1300
+    chunk = only(hopper, "1024 new", "_attend")
+    assert chunk["loop"] <= 750  # eight warps, 128 rows and 64 keys: 4.2 MFLOP
+
+
+def test_a_code_of_a_weight_takes_few_instructions(hopper):
+    """A thread's instructions for each code that it multiplies."""
+    one = only(hopper, "int4 rows=1 ", "_vector")
+    assert one["loop"] / (16 * 64 * 8 / (32 * one["warps"])) < 7.5
+    many = only(hopper, "int4 rows=64 ", "_matrix")
+    assert many["loop"] / (64 * 64 / (32 * many["warps"])) < 11  # with the product
+    assert only(hopper, "int4 rows=512 ", "_expand")["instructions"] / (32 * 128 / 128) < 10.5
+
+
+def test_rows_and_heads_share_a_program(hopper):
+    assert only(hopper, "rotate", "_rotate")["grid"] == [16384]  # rows
+    assert only(hopper, "norm backward", "_add_norm_backward")["grid"] == [132]  # processors
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("capability", ["80", "90", "100"])
+def test_every_shape(capability, tmp_path):
+    no_waste(compiled(tmp_path, "--capabilities", capability))

@@ -1,0 +1,81 @@
+"""Steps on a fake GPU: launches and waits have budgets, and nothing is on the wrong device."""
+
+import pytest
+
+from ridgeline import catalog
+from ridgeline.experiments import make
+from ridgeline.measure.fake.trace import trace
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import default_plan
+
+LOW = ["mixed_precision", "flash_attention", "fused_layers"]
+
+
+def training(model, plan, text):
+    workload = {"kind": "pretrain", "seq_len": 64, "batch_size": 4, "steps": 4, "data": str(text)}
+    return make(model, "h100-sxm", workload, plan)
+
+
+def serving(model, *plan):
+    workload = Serve(prompt_len=8, output_len=8, dtype="bf16", max_model_len=256)
+    return Experiment(model=catalog.model(model), cluster=catalog.cluster("h100-sxm"), workload=workload,
+                      plan=Plan.parse([*default_plan("serve"), *plan]))  # fmt: skip
+
+
+BUDGETS = {
+    "train": ("llama-mini", LOW, {"step": 310}),
+    "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 840}),
+    "train qft": ("llama-mini", ["flash_attention", "qft"], {"step": 3200}),
+    "train moe": ("mixtral-tiny", LOW, {"step": 440}),
+    "serve": ("llama-mini", [], {"prefill": 155, "decode": 152}),
+    "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": 395, "decode": 395}),
+    "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"decode": 240}),
+    "serve moe": ("mixtral-tiny", [], {"prefill": 185, "decode": 180}),
+}
+"""Model, plan, and most launches of each step: an addition of some per cent is to be noticed."""
+
+
+TRACED = {}
+FILTERS = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+
+
+@pytest.fixture
+def traced(tmp_path):
+    """Each of them, traced once; skipped where a fake GPU cannot be had."""
+    if not TRACED:
+        text = tmp_path / "text.txt"
+        text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
+        given = {n: training(m, p, text) if n.startswith("train") else serving(m, *p) for n, (m, p, _) in BUDGETS.items()}
+        given["filters"] = serving("llama-mini")
+        settings = [FILTERS if name == "filters" else {"temperature": 0.0} for name in given]
+        try:
+            TRACED.update(zip(given, trace(list(given.values()), settings), strict=True))
+        except UserError as e:
+            if "compiler" in str(e) or "built with CUDA" in str(e):
+                pytest.skip(str(e))
+            raise
+    return TRACED
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_budgets(traced, name):
+    for step, most in BUDGETS[name][2].items():
+        found = traced[name][step]
+        assert not found.wrong
+        assert 0 < found.launches <= most
+        assert found.waited == 1, found.waits  # for the loss, or the tokens
+
+
+def test_filters_of_a_whole_batch_wait_twice_at_most(traced):
+    found = traced["filters"]["decode"]
+    assert not found.wrong
+    # The answer that stands for data says that every nucleus is larger than its candidates: once more, for all of them.
+    assert found.waited <= 2, found.waits
+
+
+def test_what_cannot_be_traced_is_said():
+    with pytest.raises(UserError, match="cannot be traced without them"):
+        trace([make("llama-mini", "4xh100-sxm", {"kind": "pretrain", "data": "x", "seq_len": 64}, ["data_parallel"])])
