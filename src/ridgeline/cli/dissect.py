@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +22,9 @@ from ridgeline.cli.base import (
     say,
 )
 
+if TYPE_CHECKING:
+    from ridgeline.spec.experiment import Experiment
+
 
 @app.command()
 def dissect(
@@ -30,9 +33,16 @@ def dissect(
     plan: PlanName = None,
     data: Data = None,
     out: Annotated[Path, typer.Option(help="Directory for the traces.")] = Path("runs/dissect"),
+    trace: Annotated[
+        Literal["run", "fake"],
+        typer.Option(help="run: measured steps; fake: what a step launches and waits for on a GPU that is not there."),
+    ] = "run",
     json: Json = False,
 ) -> None:
     """Where do the time and the bytes go, module by module, phase by phase, operator by operator?"""
+    if trace == "fake":
+        _fake(load(file, plan, [*(overrides or []), *data_override(data)]), json)
+        return
     from ridgeline.measure.bench import dissect as run
     from ridgeline.report.console import Status, print_dissection
 
@@ -47,3 +57,24 @@ def dissect(
     keep(measured)
     print(measured.to_json()) if json else print_dissection(predicted, measured)
     say("Chrome traces (open in Perfetto): " + ", ".join(str(t) for t in traces if t.is_file()))
+
+
+def _fake(e: Experiment, as_json: bool) -> None:
+    """Trace the experiment's steps without the hardware, and print them beside the predicted time."""
+    import json
+
+    from ridgeline.measure.fake.trace import trace
+    from ridgeline.predict import predict
+    from ridgeline.report.console import Status, print_tables
+    from ridgeline.report.fake_trace import fake_trace_json, fake_trace_tables
+
+    with Status(f"tracing {e.name or e.model.name} on a fake GPU"):
+        (steps,) = trace([e])
+    if as_json:
+        print(json.dumps(fake_trace_json(steps)))
+        return
+    metrics = predict(e).metrics
+    predicted = metrics.get("step_time_s") or metrics.get("itl_s")
+    print_tables(
+        *fake_trace_tables(steps, e.cluster.device.launch_latency, None if predicted is None else predicted.value)
+    )

@@ -170,17 +170,18 @@ class Runner:
         compute = self.compute if self.kinds is None else self.forward  # recorded passes have one kind
         if not self.padded:
             return compute(ids[None], at)
-        counts = torch.tensor([p.stop - p.start for p in step.pieces], device=self.device)
-        most = max(p.stop - p.start for p in step.pieces)
-        self.layout.real = torch.arange(most, device=self.device) < counts[:, None]
-        real = self.layout.real.flatten()
-        wide = torch.zeros((2, len(real)), dtype=torch.long, device=self.device)  # a pad is token 0 at place 0
-        wide[:, real] = torch.stack([ids, at])
+        counts = np.array([p.stop - p.start for p in step.pieces])
+        held = np.arange(counts.max()) < counts[:, None]
+        (rows, sizes) = upload(self.device, np.flatnonzero(held), counts)
+        self.layout.real = torch.arange(held.shape[1], device=self.device) < sizes[:, None]
+        self.layout.rows = rows
+        wide = torch.zeros((2, held.size), dtype=torch.long, device=self.device)  # a pad is token 0 at place 0
+        wide[:, rows] = torch.stack([ids, at])
         if self.kinds is not None:
             spread = torch.zeros_like(wide[:1])
-            spread[:, real] = self.kinds
+            spread[:, rows] = self.kinds
             self.kinds = spread
-        return compute(wide[:1], wide[1])[real]
+        return compute(wide[:1], wide[1])[rows]
 
     def piece(self, seq: Sequence, row: int, start: int, stop: int, slots: list[int]) -> Piece:
         """Tokens ``start`` to ``stop`` of a sequence as the rows of a step from ``row`` on; their slots go to

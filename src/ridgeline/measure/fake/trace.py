@@ -77,7 +77,7 @@ def _steps(found: dict[str, Any]) -> dict[str, StepTrace]:
     return {
         name: StepTrace(
             s["launches"], s["operators"], s["places"], [Wait(**w) for w in s["waits"]],
-            [*s["wrong"], *s.get("failed", [])], s.get("sequences", 0),
+            list(dict.fromkeys([*s["wrong"], *s.get("failed", [])])), s.get("sequences", 0),
         )
         for name, s in found["steps"].items()
     }  # fmt: skip

@@ -146,6 +146,8 @@ class BatchLayout:
     """Entered by each layer's attention, the only part whose operators depend on the batch."""
     real: Tensor | None = None
     """Which rows of a padded step hold tokens, [sequences, rows of each] bool; None: there is no padding."""
+    rows: Tensor | None = None
+    """Their numbers, where there is padding."""
 
 
 class PagedCache(LayerCache):
@@ -196,9 +198,8 @@ class PagedCache(LayerCache):
                 return self._packed(q, k, v, changes)
             if not layout.causal:
                 return _padded(q, k, v, layout.real)
-            real = layout.real.flatten()
-            out = torch.zeros_like(q)
-            out[:, :, real] = self._packed(q[:, :, real], k[:, :, real], v[:, :, real], changes)
+            out, rows = torch.zeros_like(q), layout.rows
+            out[:, :, rows] = self._packed(q[:, :, rows], k[:, :, rows], v[:, :, rows], changes)
             return out
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, changes: ScoreChanges | None) -> Tensor:

@@ -1,0 +1,55 @@
+"""Tables of steps that were traced on a fake GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.report.table import Column, Table
+from ridgeline.report.units import percent, seconds
+
+if TYPE_CHECKING:
+    from ridgeline.measure.fake.trace import StepTrace
+
+TOP = 12
+"""Lines and operators that are listed."""
+
+
+def fake_trace_tables(steps: Mapping[str, StepTrace], launch_latency: float, predicted: float | None) -> list[Table]:
+    """What each step launches and waits for. ``launch_latency``: seconds of a launch, ``predicted``: of a training step
+    or of a decode step, on the same device."""
+    rows = []
+    for name, step in steps.items():
+        host = step.launches * launch_latency
+        compared = predicted if name in ("step", "decode") else None
+        share = "" if not compared else percent(host / compared)
+        rows.append([name, str(step.launches), str(step.waited), seconds(host),
+                     "" if compared is None else seconds(compared), share])  # fmt: skip
+    columns = [Column("step", align="left"), Column("launches"), Column("waits"), Column("launching"), Column("predicted"),
+               Column("share")]  # fmt: skip
+    notes = ["where launching takes longer than the predicted step, the GPU waits for the host",
+             "an operator counts as one launch; a few make more"]  # fmt: skip
+    tables = [Table("on a GPU that is not there", columns, rows, notes)]
+    for name, step in steps.items():
+        if step.wrong:
+            tables.append(
+                Table(f"{name}: what fails on a GPU", [Column("operator", align="left")], [[w] for w in step.wrong])
+            )
+        waits = [[w.kind, w.place, str(w.count)] for w in step.waits]
+        if waits:
+            tables.append(Table(f"{name}: what the host waits for",
+                                [Column("for", align="left"), Column("at", align="left"), Column("count")], waits))  # fmt: skip
+        if not step.launches:
+            continue
+        places = [[p, str(n)] for p, n in list(step.places.items())[:TOP]]
+        tables.append(Table(f"{name}: launches by line", [Column("at", align="left"), Column("count")], places))
+    return tables
+
+
+def fake_trace_json(steps: Mapping[str, StepTrace]) -> dict[str, Any]:
+    """The same as plain data."""
+    return {
+        name: {"launches": s.launches, "waits": [vars(w) for w in s.waits], "operators": s.operators,
+               "places": s.places, "wrong": s.wrong, "sequences": s.sequences}
+        for name, s in steps.items()
+    }  # fmt: skip
