@@ -240,6 +240,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign
          TYPES[cos.dtype], rows, width, heads, head_dim, period, float(sign))  # fmt: skip
 
 
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int) -> Tensor:
+    """Rotate the first ``heads`` heads of ``x`` [..., width], contiguous, in place: rotary embedding by tables of
+    [rows or a divisor of them, 1, head_dim]."""
+    _rotate(x, cos, sin, heads, head_dim, 1)
+    return x
+
+
 class _Probabilities(torch.autograd.Function):
     """softmax(scale · q kᵀ + bias) of q [n, m, D], k [n, T, D], the scores overwritten: [n, m, T].
 

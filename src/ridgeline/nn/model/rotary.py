@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ridgeline.nn.kernels.dispatch import usable
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.rope import RopeScaling
 
@@ -131,13 +132,23 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
+def _rotated_on_gpu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A copy of ``x`` [B, S, heads, D], turned by one kernel."""
+    from ridgeline.nn.kernels.functions import rotate_  # which imports what stands beside this
+
+    return rotate_(x.clone().flatten(2), cos, sin, x.shape[2], x.shape[3]).view(x.shape)
+
+
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotate the first R dimensions of ``x`` [B, S, heads, D] by the angles of ``rope``."""
     part = rope[0].shape[-1]
     if part < x.shape[-1]:
         return torch.cat((rotate(x[..., :part], rope), x[..., part:]), -1)
-    if not torch.is_grad_enabled():  # fewer operators than _turn, for a little more memory
+    if not torch.is_grad_enabled():
         cos, sin = rope
+        if x.is_cuda and x.is_contiguous() and usable(x, cos, sin):
+            return _rotated_on_gpu(x, cos, sin)
+        # Fewer operators than _rotate, for a little more memory.
         return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
     y: Tensor = _Rotate.apply(x, *rope)  # type: ignore[no-untyped-call]
     return y
