@@ -29,6 +29,7 @@ from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.nn.quant.ternary import Ternary
 
+ROWS = 16384
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
 NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
 
@@ -55,19 +56,18 @@ def norms() -> Iterator[Case]:
     ):  # fmt: skip
         kind = f"{'layer' if layer else 'rms'} n={n} {NAMES[x]}{' +add' if add else ''}{' folded' if columns else ''}"
         quick = (n, x) == (8192, F32)
-        rows = 16384
-        mean = e(rows, dtype=F32) if layer else None
+        mean = e(ROWS, dtype=F32) if layer else None
         bias = e(n, dtype=w) if layer else None
 
         def forward(n=n, x=x, add=add, w=w, columns=columns, mean=mean, bias=bias):
-            gpu.rl_add_norm(False, e(rows, n, dtype=x), 0, e(rows, n) if add else None, 0, e(n, dtype=w), 0, bias,
-                            e(rows, n, dtype=x), e(rows, n), 0, mean, e(rows, dtype=F32), rows, n, 1e-5,
+            gpu.rl_add_norm(False, e(ROWS, n, dtype=x), 0, e(ROWS, n) if add else None, 0, e(n, dtype=w), 0, bias,
+                            e(ROWS, n, dtype=x), e(ROWS, n), 0, mean, e(ROWS, dtype=F32), ROWS, n, 1e-5,
                             columns=columns)  # fmt: skip
 
         def backward(n=n, x=x, add=add, w=w, columns=columns, mean=mean, bias=bias):
-            gpu.rl_add_norm_backward(False, e(rows, n), 0, e(rows, n, dtype=x) if add else None,
-                                     e(rows, n, dtype=x), 0, e(n, dtype=w), 0, mean, e(rows, dtype=F32),
-                                     e(rows, n, dtype=x), e(n, dtype=w), bias, rows, n, columns=columns)  # fmt: skip
+            gpu.rl_add_norm_backward(False, e(ROWS, n), 0, e(ROWS, n, dtype=x) if add else None,
+                                     e(ROWS, n, dtype=x), 0, e(n, dtype=w), 0, mean, e(ROWS, dtype=F32),
+                                     e(ROWS, n, dtype=x), e(n, dtype=w), bias, ROWS, n, columns=columns)  # fmt: skip
 
         yield Case(f"norm {kind}", forward, quick)
         yield Case(f"norm backward {kind}", backward, quick)
@@ -76,14 +76,13 @@ def norms() -> Iterator[Case]:
 def elementwise() -> Iterator[Case]:
     """Activations, softmax, rotary embedding, loss, AdamW."""
     for n, kind, dtype in ((14336, 0, BF16), (8192, 0, BF16), (3072, 1, BF16)):
-        rows = 16384
         bias = e(n, dtype=dtype) if kind else None
-        wide = e(rows, n * (1 if kind else 2), dtype=dtype)
+        wide = e(ROWS, n * (1 if kind else 2), dtype=dtype)
         name = f"{'gelu + bias' if kind else 'swiglu'} n={n} {NAMES[dtype]}"
         yield Case(f"activation {name}", lambda n=n, kind=kind, b=bias, x=wide: gpu.rl_activation(
-            False, x, 0, b, 0, e(rows, n), rows, n, kind), False)  # fmt: skip
+            False, x, 0, b, 0, e(ROWS, n), ROWS, n, kind), False)  # fmt: skip
         yield Case(f"activation backward {name}", lambda n=n, kind=kind, b=bias, x=wide: gpu.rl_activation_backward(
-            False, e(rows, n), x, 0, b, 0, e(*x.shape), b, rows, n, kind), False)  # fmt: skip
+            False, e(ROWS, n), x, 0, b, 0, e(*x.shape), b, ROWS, n, kind), False)  # fmt: skip
     for n, dtype, columns in ((4096, BF16, 0), (8192, BF16, 0), (16384, BF16, 1024)):
         name, rows = f"n={n} {NAMES[dtype]}{' folded' if columns else ''}", 16 * n
         yield Case(f"softmax {name}", lambda n=n, c=columns, rows=rows: gpu.rl_softmax(
@@ -95,9 +94,9 @@ def elementwise() -> Iterator[Case]:
             False, e(16384, (h + 8) * d), 0, e(4096, d), e(4096, d), 0, 16384, (h + 8) * d, h, d, 4096, 1.0),
             d == 128)  # fmt: skip
     for vocabulary, gradient in ((128256, True), (128256, False), (50257, True)):
-        yield Case(f"cross entropy of {vocabulary}{' with gradient' if gradient else ''}",
-                   lambda v=vocabulary, g=gradient: gpu.rl_cross_entropy(
-                       False, e(512, v), 0, e(512, dtype=torch.int64), 512, v, g), vocabulary == 128256 and gradient)  # fmt: skip
+        name = f"cross entropy of {vocabulary}{' with gradient' if gradient else ''}"
+        yield Case(name, lambda v=vocabulary, g=gradient: gpu.rl_cross_entropy(
+            False, e(512, v), 0, e(512, dtype=torch.int64), 512, v, g), vocabulary == 128256 and gradient)  # fmt: skip
     n = 1_235_814_400
     yield Case(f"adamw of {n}", lambda: gpu.rl_adamw(
         e(n), 0, *(e(n, dtype=F32) for _ in range(4)), n, 0.999, 0.1, 0.95, 0.05, 1e-8, -3e-4, 0.9), False)  # fmt: skip
@@ -156,8 +155,8 @@ PAGED = (
 def paged() -> Iterator[Case]:
     """Attention of new tokens over pages."""
     for batch, heads, groups, width, length, window, kind, new in PAGED:
-        label = (f"paged B={batch} heads={heads}/{groups} of {width}, {length} tokens"
-                 f"{f', window {window}' if window else ''}{f', {kind}' if kind else ''}{f', {new} new' if new > 1 else ''}")  # fmt: skip
+        more = [f"window {window}"] * (window > 0) + [kind] * bool(kind) + [f"{new} new"] * (new > 1)
+        label = ", ".join([f"paged B={batch} heads={heads}/{groups} of {width}, {length} tokens", *more])
 
         def call(b=batch, h=heads, g=groups, d=width, n=length, window=window, kind=kind, new=new):
             shape = (1, g, b * n, d)
@@ -166,9 +165,12 @@ def paged() -> Iterator[Case]:
             given = make_pages(e(b, n // 16, dtype=I32), e(b, dtype=I32), [new] * b, 16, h // g, d, kind)
             paged_attention.paged_attention(e(b * new, h, d), *stores, given, window)
 
-        quick = (heads, groups, width) == (32, 8, 128) and (batch, length, window) in (
-            (64, 4096, 0), (4, 4096, 0)
-        ) and kind in ("", "int4") and new != 5
+        quick = (
+            (heads, groups, width) == (32, 8, 128)
+            and (batch, length, window) in ((64, 4096, 0), (4, 4096, 0))
+            and kind in ("", "int4")
+            and new != 5
+        )
         yield Case(label, call, quick)
 
 

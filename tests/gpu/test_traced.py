@@ -14,14 +14,19 @@ from ridgeline.techniques.registry import default_plan
 LOW = ["mixed_precision", "flash_attention", "fused_layers"]
 
 
+def shallow(name):
+    """The model with two layers."""
+    return catalog.model(name).model_copy(update={"num_layers": 2})
+
+
 def training(model, plan, text):
     workload = {"kind": "pretrain", "seq_len": 64, "batch_size": 4, "steps": 4, "data": str(text)}
-    return make(model, "h100-sxm", workload, plan)
+    return make(shallow(model), "h100-sxm", workload, plan)
 
 
 def serving(model, *plan):
     workload = Serve(prompt_len=8, output_len=8, dtype="bf16", max_model_len=256)
-    return Experiment(model=catalog.model(model), cluster=catalog.cluster("h100-sxm"), workload=workload,
+    return Experiment(model=shallow(model), cluster=catalog.cluster("h100-sxm"), workload=workload,
                       plan=Plan.parse([*default_plan("serve"), *plan]))  # fmt: skip
 
 
@@ -48,7 +53,9 @@ def traced(tmp_path):
     if not TRACED:
         text = tmp_path / "text.txt"
         text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
-        given = {n: training(m, p, text) if n.startswith("train") else serving(m, *p) for n, (m, p, _) in BUDGETS.items()}
+        given = {
+            n: training(m, p, text) if n.startswith("train") else serving(m, *p) for n, (m, p, _) in BUDGETS.items()
+        }
         given["filters"] = serving("llama-mini")
         settings = [FILTERS if name == "filters" else {"temperature": 0.0} for name in given]
         try:

@@ -22,7 +22,7 @@ def both(t, dtype, held=None):
 @pytest.mark.parametrize("shape", [(3,), (70, 130)])
 def test_codes(dtype, given, shape):
     t = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(given) * 3
-    # In the interpreter before the last rounding, which it does not do as devices do (a carry into the exponent is lost).
+    # In the interpreter before the last rounding, in which it loses carries into the exponent.
     (codes, scale, inverse), want, factor = both(t, dtype, None if DEVICE == "cuda" else torch.float32)
     assert float(scale) == pytest.approx(float(factor), rel=1e-6)
     assert float(inverse) == pytest.approx(1 / float(factor), rel=1e-6)
@@ -36,8 +36,10 @@ def test_codes(dtype, given, shape):
 def test_extremes():
     for bad in (math.inf, -math.inf, math.nan):  # an overflow must not be hidden by saturation
         (_, scale, inverse), _, _ = both(torch.tensor([1.0, bad, 2.0]), codec.E4M3)
-        assert math.isnan(float(scale)) and math.isnan(float(inverse))
+        assert math.isnan(float(scale))
+        assert math.isnan(float(inverse))
     (codes, scale, _), _, _ = both(torch.zeros(5), codec.E4M3)
-    assert float(scale) == 1 and codes.double().tolist() == [0.0] * 5
+    assert float(scale) == 1
+    assert codes.double().tolist() == [0.0] * 5
     (_, scale, _), _, factor = both(torch.tensor([1e-38, -1e-38]), codec.E4M3)
     assert float(scale) == float(factor) == 2.0**60

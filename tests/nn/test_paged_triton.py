@@ -46,7 +46,9 @@ def expected(q, held, table, block, window=0, changes=None):
             at = torch.arange(max(0, end - window) if window else 0, end)
             slots = table[b].long()[at // block] * block + at % block
             k, v = (h[:, slots][None].double() for h in held)
-            rows.append(naive_attention(q[row][None, :, None].double(), k, v, Mask(None, False, changes=changes))[0, :, 0])
+            rows.append(
+                naive_attention(q[row][None, :, None].double(), k, v, Mask(None, False, changes=changes))[0, :, 0]
+            )
             row += 1
     return torch.stack(rows)
 

@@ -25,8 +25,7 @@ def fake_trace_tables(steps: Mapping[str, StepTrace], launch_latency: float, pre
         share = "" if not compared else percent(host / compared)
         rows.append([name, str(step.launches), str(step.waited), seconds(host),
                      "" if compared is None else seconds(compared), share])  # fmt: skip
-    columns = [Column("step", align="left"), Column("launches"), Column("waits"), Column("launching"), Column("predicted"),
-               Column("share")]  # fmt: skip
+    columns = [Column("step", align="left"), *map(Column, ("launches", "waits", "launching", "predicted", "share"))]
     notes = ["where launching takes longer than the predicted step, the GPU waits for the host",
              "an operator counts as one launch; a few make more"]  # fmt: skip
     tables = [Table("on a GPU that is not there", columns, rows, notes)]
@@ -37,8 +36,8 @@ def fake_trace_tables(steps: Mapping[str, StepTrace], launch_latency: float, pre
             )
         waits = [[w.kind, w.place, str(w.count)] for w in step.waits]
         if waits:
-            tables.append(Table(f"{name}: what the host waits for",
-                                [Column("for", align="left"), Column("at", align="left"), Column("count")], waits))  # fmt: skip
+            columns = [Column("for", align="left"), Column("at", align="left"), Column("count")]
+            tables.append(Table(f"{name}: what the host waits for", columns, waits))
         if not step.launches:
             continue
         places = [[p, str(n)] for p, n in list(step.places.items())[:TOP]]

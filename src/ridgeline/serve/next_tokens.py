@@ -15,7 +15,6 @@ from ridgeline.serve.sampler import NOT_FINITE, Sampler, put
 from ridgeline.serve.scheduler import Scheduler
 from ridgeline.serve.sequence import Sequence
 
-
 _NOT_FINITE = "the model's logits are not finite"
 
 
@@ -50,7 +49,9 @@ class NextTokens:
         if not rows:
             return
         device = hidden.device
-        logits = self.runner.logits(hidden if rows == list(range(len(hidden))) else hidden[put(rows, torch.int64, device)])
+        logits = self.runner.logits(
+            hidden if rows == list(range(len(hidden))) else hidden[put(rows, torch.int64, device)]
+        )
         if len(rows) < len(ready):
             place = {row: i for i, row in enumerate(rows)}
             logits = logits[put([place[row] for _, row in ready], torch.int64, device)]

@@ -27,7 +27,8 @@ def load() -> None:
 
 def _built() -> Path:
     found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
+    assert found is not None
+    assert found.origin is not None
     torch = Path(found.origin).parent
     if (torch / "lib" / "libtorch_cuda.so").exists():
         raise UserError("this PyTorch is built with CUDA, next to which a stand-in for it cannot be loaded",

@@ -4,7 +4,7 @@ would take apart, checks of a tensor's type, and Triton's launches.
 Installed once, in a process of its own, which ends with the trace: nothing is put back.
 """
 
-# mypy: disable-error-code="no-untyped-def,assignment,method-assign,misc,attr-defined"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment,method-assign,misc,attr-defined,return-value"
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def _device() -> None:
     class Event:
         def __init__(self, *_, **__): ...
         def synchronize(self): TRACER.waited("event")  # fmt: skip
+
         def query(self): return True  # fmt: skip
+
         def record(self, *_): ...
 
     class Stream:
@@ -64,6 +66,7 @@ def _device() -> None:
         def wait_stream(self, _): ...
         def wait_event(self, _): ...
         def record_event(self, *_): return Event()  # fmt: skip
+
         def synchronize(self): TRACER.waited("stream")  # fmt: skip
 
     cuda.Stream, cuda.Event = Stream, Event

@@ -21,17 +21,20 @@ import ridgeline
 
 ROOT = Path(ridgeline.__file__).parent
 _HERE = Path(__file__).parent
-_FREE = frozenset("""
-    view _unsafe_view t transpose expand slice select as_strided unsqueeze squeeze permute alias detach split
-    split_with_sizes unbind _reshape_alias unfold diagonal lift_fresh view_as empty empty_like new_empty empty_strided
-    new_empty_strided empty_permuted set_ resize_ detach_ sym_size sym_stride sym_numel sym_storage_offset device layout
-    dtype is_pinned size stride numel dim is_contiguous _pin_memory movedim chunk narrow real is_same_size lift
-""".split())
-_MAYBE = frozenset("to reshape contiguous flatten unflatten type_as".split())
+_FREE = frozenset({
+    "view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "as_strided", "unsqueeze", "squeeze",
+    "permute", "alias", "detach", "split", "split_with_sizes", "unbind", "_reshape_alias", "unfold", "diagonal",
+    "lift_fresh", "view_as", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
+    "empty_permuted", "set_", "resize_", "detach_", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
+    "device", "layout", "dtype", "is_pinned", "size", "stride", "numel", "dim", "is_contiguous", "_pin_memory",
+    "movedim", "chunk", "narrow", "real", "is_same_size", "lift",
+})  # fmt: skip
+_MAYBE = frozenset({"to", "reshape", "contiguous", "flatten", "unflatten", "type_as"})
 """Operators that only make a view where they can."""
-_BY_DATA = frozenset("""
-    nonzero masked_select unique unique_dim _unique _unique2 bincount equal is_nonzero unique_consecutive
-""".split())
+_BY_DATA = frozenset({
+    "nonzero", "masked_select", "unique", "unique_dim", "_unique", "_unique2", "bincount", "equal", "is_nonzero",
+    "unique_consecutive",
+})  # fmt: skip
 """Operators whose results' sizes are data: the host waits for them."""
 
 
@@ -133,10 +136,9 @@ class Tracer(TorchDispatchMode):
                 self.waited("index by a mask")
             if any(i.device.type == "cpu" for i in which):
                 self.waited("index from the host")
-        elif name == "repeat_interleave" and isinstance(args[0], Tensor) and not kwargs.get("output_size") and (
-            len(args) == 1 or isinstance(args[1], Tensor)
-        ):  # fmt: skip
-            if args[0].device.type == "cuda":
+        elif name == "repeat_interleave" and args[0].device.type == "cuda":
+            sized = kwargs.get("output_size") or (len(args) > 1 and not isinstance(args[1], Tensor))
+            if not sized:
                 self.waited("repeat_interleave")
 
     def _sized(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -149,7 +151,7 @@ class Tracer(TorchDispatchMode):
         if name == "bincount":
             size = kwargs.get("minlength") or (args[2] if len(args) > 2 else 8)
             out = torch.empty(size, dtype=torch.int64, device=x.device)
-            out.counted = x.numel()
+            out.counted = x.numel()  # type: ignore[attr-defined]
             return out
         if name == "masked_select":
             return x.new_empty(max(1, x.numel() // 4))

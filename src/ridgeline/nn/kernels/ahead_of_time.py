@@ -87,22 +87,26 @@ class Driver:
         self.capability = capability
 
     def get_current_device(self) -> int:
+        """The device's number."""
         return self.capability
 
     def get_current_stream(self, device: int | None = None) -> int:
+        """The default stream."""
         return 0
 
     def get_current_target(self) -> GPUTarget:
+        """What to compile for."""
         return GPUTarget("cuda", self.capability, 32)
 
     def get_active_torch_device(self) -> torch.device:
+        """Where benchmarks would allocate."""
         return torch.device("meta")
 
 
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Compiled]]:
     """Kernels that are called inside are compiled for a device of this capability and appended to the list."""
-    if isinstance(triton.jit(_nothing), JITFunction) is False:
+    if not isinstance(triton.jit(_nothing), JITFunction):
         raise RuntimeError("Triton is in its interpreter: unset TRITON_INTERPRET before it is imported")
     found: list[Compiled] = []
     plain = JITFunction.run

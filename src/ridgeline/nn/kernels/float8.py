@@ -1,5 +1,5 @@
-"""Encoding tensors in float8 in Triton, for CUDA devices that have it (compute capability 8.9 and later): one pass finds
-the largest magnitude, one writes codes and scale, where PyTorch's operators take some twenty. Imported only where
+"""Encoding tensors in float8 in Triton, for CUDA devices that have it (compute capability 8.9 and later): one pass
+finds the largest magnitude, one writes codes and scale, where PyTorch's operators take some twenty. Imported only where
 Triton is installed.
 """
 

@@ -91,7 +91,6 @@ def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HA
     first = tl.program_id(0).to(tl.int64)  # so that offsets do not overflow
     at = tl.arange(0, SIZE)
     inside = at < n
-    weight = tl.load(w + at, inside, other=0.0).to(tl.float32)
     sum_w = tl.zeros([SIZE], tl.float32)
     if HAS_BIAS:
         sum_b = tl.zeros([SIZE], tl.float32)
@@ -107,7 +106,7 @@ def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HA
         sum_w += g * h
         if HAS_BIAS:
             sum_b += g
-        g = g * weight
+        g = g * tl.load(w + at, inside, other=0.0).to(tl.float32)  # from a cache: registers are scarce
         c = tl.sum(g * h, 0) / n
         a = 0.0
         if CENTERD:
@@ -377,7 +376,7 @@ def rl_add_norm_backward(wide, dy, ty, dsum, x, tx, w, tw, mean, rstd, dx, dw, d
     parts = torch.empty(1 if db is None else 2, programs, n, dtype=torch.float32, device=x.device)
     kernel[(programs,)](dy, x if dsum is None else dsum, x, w, rstd if mean is None else mean, rstd, dx, parts[0],
                         parts[-1], rows, n, dsum is not None, mean is not None, db is not None, size,
-                        num_warps=_warps(size))  # fmt: skip
+                        num_warps=max(8, _warps(size)))  # fmt: skip
     for out, part in zip((dw, db), parts, strict=False):
         if out is not None:
             torch.sum(part, 0, out=out) if out.dtype == part.dtype else out.copy_(part.sum(0))

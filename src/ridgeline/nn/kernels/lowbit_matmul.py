@@ -74,27 +74,31 @@ def _code(moved, BITS: tl.constexpr):
 
 
 @triton.jit
-def _one(held, center, s, I: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """The weights of code ``I`` of words, in ``dtype``."""
-    UP: tl.constexpr = 23 - BITS - BITS * I
+def _one(held, center, s, AT: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """The weights of code ``AT`` of words, in ``dtype``."""
+    UP: tl.constexpr = 23 - BITS - BITS * AT
     moved = held << UP if UP >= 0 else held >> -UP
     return (_code(moved, BITS) * s - center).to(dtype)
 
 
 @triton.jit
-def _two(held, center, s, I: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Codes I and I + HALF, so that joining all puts those of a word in order."""
-    return tl.join(_one(held, center, s, I, BITS, dtype), _one(held, center, s, I + HALF, BITS, dtype))
+def _two(held, center, s, AT: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Codes AT and AT + HALF, so that joining all puts those of a word in order."""
+    return tl.join(_one(held, center, s, AT, BITS, dtype), _one(held, center, s, AT + HALF, BITS, dtype))
 
 
 @triton.jit
-def _four(held, center, s, I: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    return tl.join(_two(held, center, s, I, HALF, BITS, dtype), _two(held, center, s, I + HALF // 2, HALF, BITS, dtype))
+def _four(held, center, s, AT: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    return tl.join(
+        _two(held, center, s, AT, HALF, BITS, dtype), _two(held, center, s, AT + HALF // 2, HALF, BITS, dtype)
+    )
 
 
 @triton.jit
-def _eight(held, center, s, I: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    return tl.join(_four(held, center, s, I, HALF, BITS, dtype), _four(held, center, s, I + HALF // 4, HALF, BITS, dtype))
+def _eight(held, center, s, AT: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    return tl.join(
+        _four(held, center, s, AT, HALF, BITS, dtype), _four(held, center, s, AT + HALF // 4, HALF, BITS, dtype)
+    )
 
 
 @triton.jit
@@ -146,7 +150,9 @@ def _vector(x, words, scale, zero, y, m, n, k, row_words, groups, group, per_spl
         sums = tl.zeros([ROWS, BLOCK_N, WORDS], tl.float32)
         for start in range(begin, end, BLOCK_K):
             at = start // PER + tl.arange(0, WORDS)
-            held, center, s = _held(words, scale, zero, rows, at, n, row_words, groups, group, BITS, HAS_ZERO, ONE_GROUP)
+            held, center, s = _held(
+                words, scale, zero, rows, at, n, row_words, groups, group, BITS, HAS_ZERO, ONE_GROUP
+            )
             part = tl.zeros([ROWS, BLOCK_N, WORDS], tl.float32)
             inputs = tl.zeros([ROWS, WORDS], tl.float32)
             for i in tl.static_range(PER):
@@ -197,8 +203,8 @@ def _expand(words, scale, zero, y, n, k, row_words, groups, group, BITS: tl.cons
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * BLOCK_K
     columns = start + tl.arange(0, BLOCK_K)
-    w = _tile(words, scale, zero, rows, start, n, k, row_words, groups, group, BITS, HAS_ZERO, ONE_GROUP, WHOLE, BLOCK_N,
-              BLOCK_K, y.dtype.element_ty)  # fmt: skip
+    w = _tile(words, scale, zero, rows, start, n, k, row_words, groups, group, BITS, HAS_ZERO, ONE_GROUP, WHOLE,
+              BLOCK_N, BLOCK_K, y.dtype.element_ty)  # fmt: skip
     to = y + rows[:, None].to(tl.int64) * k + columns[None, :]
     tl.store(to, w, (rows < n)[:, None] & (columns < k)[None, :])
 
@@ -244,8 +250,8 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
     given = (x, *held, y, m, *shape, per_split)
     if few:
         even = k % block_k == 0 and m == triton.next_power_of_2(m)
-        grid = (triton.cdiv(n, block_n), splits)
-        _vector[grid](*given, *flags(block_k), even, triton.next_power_of_2(m), block_n, block_k, num_warps=2 if whole else 4)
+        _vector[triton.cdiv(n, block_n), splits](*given, *flags(block_k), even, triton.next_power_of_2(m), block_n,
+                                                 block_k, num_warps=2 if whole else 4)  # fmt: skip
     else:
         block_m = 64 if m > 32 else 32 if m > 16 else 16
         grid = (triton.cdiv(n, block_n), splits, triton.cdiv(m, block_m))

@@ -58,7 +58,7 @@ def _group_scales(scale, slot, wide, there, inside, HALF: tl.constexpr, STORED: 
     """Of one half of a head: [TILE] where that lies in one group, else of each number, [TILE, PADDED]."""
     GROUPS: tl.constexpr = 2 * STORED // GROUP
     EACH: tl.constexpr = STORED // GROUP
-    if GROUP < STORED and STORED == wide.shape[0]:  # powers of two
+    if GROUP < STORED and wide.shape[0] == STORED:  # powers of two
         at = slot[:, None] * GROUPS + HALF * EACH + tl.arange(0, EACH)[None, :]
         some = tl.load(scale + at, there[:, None], other=0.0).to(tl.float32)
         return tl.reshape(tl.broadcast_to(some[:, :, None], [slot.shape[0], EACH, GROUP]), [slot.shape[0], STORED])
@@ -87,7 +87,7 @@ def _half_scores(query, sums, codes, scale, least, slot, wide, there, inside, HA
 @triton.jit
 def _half_values(weights, out, rest, codes, scale, least, slot, wide, there, inside, HALF: tl.constexpr,
                  STORED: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """``out`` [ROWS, PADDED] and ``rest`` [ROWS], which belongs to each of its columns, with values in nibbles added."""
+    """Add values in nibbles to ``out`` [ROWS, PADDED] and to ``rest`` [ROWS], which belongs to each of its columns."""
     values = _nibbles(codes, HALF, dtype)
     scales = _group_scales(scale, slot, wide, there, inside, HALF, STORED, GROUP)
     lows = _group_scales(least, slot, wide, there, inside, HALF, STORED, GROUP)
@@ -168,7 +168,9 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
         if KIND == 2:
             codes = tl.load(k + spot, held, other=0)
             scores = _half_scores(low, sums_low, codes, k_scale, k_least, slot, wide, there, inside, 0, STORED, GROUP)
-            scores += _half_scores(high, sums_high, codes, k_scale, k_least, slot, wide, there, inside, 1, STORED, GROUP)
+            scores += _half_scores(
+                high, sums_high, codes, k_scale, k_least, slot, wide, there, inside, 1, STORED, GROUP
+            )
             scores *= scale
         else:
             keys = _loaded(k + spot, held, KIND, low.dtype)
@@ -193,8 +195,9 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
             codes = tl.load(v + spot, held, other=0)
             out_low, rest_low = _half_values(weights, out_low, rest_low * shrink, codes, v_scale, v_least, slot, wide,
                                              there, inside, 0, STORED, GROUP, low.dtype)  # fmt: skip
-            out_high, rest_high = _half_values(weights, out_high * shrink[:, None], rest_high * shrink, codes, v_scale,
-                                               v_least, slot, wide, there, inside, 1, STORED, GROUP, low.dtype)  # fmt: skip
+            out_high = out_high * shrink[:, None]
+            out_high, rest_high = _half_values(weights, out_high, rest_high * shrink, codes, v_scale, v_least, slot,
+                                               wide, there, inside, 1, STORED, GROUP, low.dtype)  # fmt: skip
         else:
             values = _loaded(v + spot, held, KIND, low.dtype)
             if KIND == 1:

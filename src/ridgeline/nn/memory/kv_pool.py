@@ -104,7 +104,7 @@ Kernel = Callable[[Tensor, Any, Any, Singles, int, ScoreChanges | None], Tensor]
 """Attention of queries [B, H, D] over two stores, of keys and of values: (queries, keys, values, sequences, window,
 changes of scores)."""
 StepKernel = Callable[[Tensor, Any, Any, Pages, int, ScoreChanges | None], Tensor]
-"""The same of all new tokens of a step, [T, H, D], whose keys and values are in the stores already: tensors or codes."""
+"""The same of all new tokens of a step, [T, H, D], whose keys and values are in the stores already (tensors, codes)."""
 
 
 def table_of(pieces: list[Piece], block: int) -> np.ndarray:
@@ -209,7 +209,7 @@ class PagedCache(LayerCache):
                 store.write(layout.slots, new)
             if layout.whole is not None and layout.pages is not None:
                 held = [s.rows if isinstance(s, PlainStore) else s for s in self.stores]
-                found = layout.whole(q[0].transpose(0, 1), *held, layout.pages, self.window, changes)
+                found = layout.whole(q[0].transpose(0, 1), held[0], held[1], layout.pages, self.window, changes)
                 return found.transpose(0, 1)[None]
             if not isinstance(self.stores[0], PlainStore):
                 # Results must not depend on which step stored a token: quantized values are read back at once.

@@ -61,7 +61,6 @@ class Experts(nn.Module):
             return rows + sum(unused)
         return torch.cat(outputs)
 
-
     def together(self, rows: Tensor, expert: Tensor) -> Tensor:
         """The same for all experts at once, without a wait for their numbers of rows: ``rows`` [n, h] sorted by
         ``expert`` [n] → [n, h]."""
