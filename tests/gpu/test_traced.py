@@ -31,16 +31,16 @@ def serving(model, *plan):
 
 
 BUDGETS = {
-    "train": ("llama-mini", LOW, {"step": 310}),
-    "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 840}),
-    "train qft": ("llama-mini", ["flash_attention", "qft"], {"step": 3200}),
-    "train moe": ("mixtral-tiny", LOW, {"step": 440}),
-    "serve": ("llama-mini", [], {"prefill": 155, "decode": 152}),
-    "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": 395, "decode": 395}),
-    "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"decode": 240}),
-    "serve moe": ("mixtral-tiny", [], {"prefill": 185, "decode": 180}),
+    "train": ("llama-mini", LOW, {"step": 140}),
+    "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 320}),
+    "train qft": ("llama-mini", ["flash_attention", "qft"], {"step": 1180}),
+    "train moe": ("mixtral-tiny", LOW, {"step": 250}),
+    "serve": ("llama-mini", [], {"prefill": 61, "decode": 59}),
+    "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": 144, "decode": 142}),
+    "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"prefill": 105, "decode": 88}),
+    "serve moe": ("mixtral-tiny", [], {"prefill": 99, "decode": 97}),
 }
-"""Model, plan, and most launches of each step: an addition of some per cent is to be noticed."""
+"""Model (two layers of it), plan, and most launches of each step: an addition of some per cent is to be noticed."""
 
 
 TRACED = {}
