@@ -27,6 +27,10 @@ ReadExpert = Callable[[str, int], Tensor]
 """One expert's slice of a parameter of the block: (name in the block, expert) → [out, in] fp32."""
 
 
+_HOST = torch.device("cpu")
+"""Where blocks run and what they hold rests; statistics are summed and sites solved on the run's device."""
+
+
 def _same(x: Tensor) -> Tensor:
     return x
 
@@ -309,7 +313,9 @@ class Walker:
                 step.together(waiting)
                 continue
             for site in waiting:
+                site.to(self.run.device)
                 step(site)
+                site.to(_HOST)
         seconds = (time.perf_counter() - start) / sum(len(site.layers) for site in sites)
         for visit, site in zip(visits, sites, strict=True):
             self._take(visit, site, seconds)
@@ -319,10 +325,10 @@ class Walker:
         weights = [linear.weight.detach() for linear in visit.linears]
         gram, tokens = None, 0
         if "gram" in self.run.wants:
-            moments = Gram(weights[0].shape[1])
+            moments = Gram(weights[0].shape[1], self.run.device)
             for x in visit.inputs:
-                moments.add(x)
-            gram, tokens = moments.value, moments.rows
+                moments.add(x.to(self.run.device))
+            gram, tokens = moments.value.to(_HOST), moments.rows
             if tokens == 0:
                 gram = torch.eye(len(gram))
         layers = [LinearLayer(visit.prefix + n, weight, weight, input=self.inputs.get(visit.prefix + n))
@@ -331,24 +337,30 @@ class Walker:
 
     def _take(self, visit: _Visit, site: Site, seconds: float) -> None:
         """Take over the weights of a site; ``seconds`` were spent on each layer."""
-        for layer, linear in zip(site.layers, visit.linears, strict=True):
-            if layer.stored is None or self.expands:
-                layer.weight = layer.weight.to(self.dtype).float()  # as it will be read back
-                if self.archives and layer.keep is not None:
-                    layer.stored = Sparse.of(layer.weight.to(self.dtype))
+        site.to(self.run.device)
+        records = [self._record(site, layer, seconds) for layer in site.layers]
+        site.to(_HOST)
+        for layer, linear, record in zip(site.layers, visit.linears, records, strict=True):
             linear.weight = nn.Parameter(layer.weight, requires_grad=False)
             if layer.input is not None:  # from here on the hidden states are those of the model as it will run
                 code = layer.input
                 linear.register_forward_pre_hook(lambda _, x, code=code: (fake_quantize(x[0], code),))
-            record = {
-                "layer": layer.name, "error": site.error(layer), "tokens": site.tokens, "seconds": seconds,
-                "bits": layer.stored.bits_per_weight if layer.stored else 8.0 * self.dtype.itemsize,
-                "numel": layer.weight.numel(),
-                "zeros": 1 - float(layer.weight.sign().square_().sum()) / layer.weight.numel(), **layer.notes,
-            }  # fmt: skip
             self.records.append(record)
             self.kept[layer.name] = layer
             layer.original = layer.weight
             if ".experts." in layer.name and layer.stored is not None and not self.expands:
                 layer.original = layer.weight = layer.weight.to("meta")  # its code is all that is kept of an expert
             self.report({"layer": layer.name, **record})
+
+    def _record(self, site: Site, layer: LinearLayer, seconds: float) -> dict[str, Any]:
+        """Round a layer's weight as it will be stored; what the report says of it."""
+        if layer.stored is None or self.expands:
+            layer.weight = layer.weight.to(self.dtype).float()  # as it will be read back
+            if self.archives and layer.keep is not None:
+                layer.stored = Sparse.of(layer.weight.to(self.dtype))
+        return {
+            "layer": layer.name, "error": site.error(layer), "tokens": site.tokens, "seconds": seconds,
+            "bits": layer.stored.bits_per_weight if layer.stored else 8.0 * self.dtype.itemsize,
+            "numel": layer.weight.numel(),
+            "zeros": 1 - float(layer.weight.sign().square_().sum()) / layer.weight.numel(), **layer.notes,
+        }  # fmt: skip

@@ -8,8 +8,9 @@ the compressed model.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,24 @@ class LinearLayer:
         """Set ``stored`` as the layer's weight; ``weight``: what it expands to, if already known."""
         self.stored, self.weight = stored, stored.dense() if weight is None else weight
 
+    def to(self, device: torch.device) -> None:
+        """Move what it holds to a device."""
+        self.weight, self.original, self.keep, self.stored = (
+            moved(x, device) for x in (self.weight, self.original, self.keep, self.stored)
+        )
+
+
+def moved(x: Any, device: torch.device) -> Any:
+    """A tensor, or a record of tensors, on a device."""
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if not is_dataclass(x) or isinstance(x, type):
+        return x
+    new = copy.copy(x)
+    for f in fields(x):
+        object.__setattr__(new, f.name, moved(getattr(x, f.name), device))
+    return new
+
 
 @dataclass
 class Site:
@@ -60,6 +79,14 @@ class Site:
     """Number of calibration rows in H."""
     peak: Tensor | None
     """max |x| [in] of the site's input in the block before any changes (``wants`` has "peak")."""
+
+    def to(self, device: torch.device) -> None:
+        """Move everything to a device, unless it is there."""
+        if all(layer.weight.device.type == device.type for layer in self.layers):
+            return
+        self.gram, self.peak = moved(self.gram, device), moved(self.peak, device)
+        for layer in self.layers:
+            layer.to(device)
 
     def error(self, layer: LinearLayer) -> float | None:
         """Relative layer error under the site's H."""

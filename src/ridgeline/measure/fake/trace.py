@@ -45,7 +45,7 @@ class StepTrace:
 
 def trace(experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] = ()) -> list[dict[str, StepTrace]]:
     """The steps of each experiment: ``step`` of training; ``prefill`` and ``decode`` of serving, with up to 8 sequences
-    that have these ``sampling`` settings (none: greedy).
+    that have these ``sampling`` settings (none: greedy); ``site`` of compression: the query projection of a layer.
 
     Raises :class:`UserError` where there is no compiler, where PyTorch was built with CUDA, or for plans of several
     devices.
@@ -53,8 +53,8 @@ def trace(experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] 
     for e in experiments:
         if e.world > 1:
             raise UserError(f"{e.world} devices cannot be traced without them", "leave out what divides the model")
-        if not e.is_training and e.task != "serve":
-            raise UserError(f"task {e.task!r} has no trace on a fake GPU", "use pretrain, finetune or serve")
+        if not e.is_training and e.task not in ("serve", "compress"):
+            raise UserError(f"task {e.task!r} has no trace on a fake GPU", "use pretrain, finetune, serve or compress")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     settings = sampling or [{"temperature": 0.0}] * len(experiments)
     asked = [

@@ -22,6 +22,7 @@ def main() -> None:
     guard.load()
     import torch
 
+    import ridgeline.runtime.compress_build
     import ridgeline.serve.build_engine
     import ridgeline.train.trainer  # noqa: F401 - before the stand-ins, which replace parts of them
     from ridgeline.measure.fake import stand_ins
@@ -47,6 +48,8 @@ def traced(line: str) -> dict[str, dict[str, Any]]:
     asked = json.loads(line)
     e, device = Experiment.model_validate(asked["experiment"]), torch.device("cuda", 0)
     with FakeTensorMode(allow_non_fake_inputs=True), TRACER:
+        if e.task == "compress":
+            return _compressing(e, device)
         return _training(e, device) if e.is_training else _serving(e, device, asked["sampling"])
 
 
@@ -59,6 +62,29 @@ def _training(e: Any, device: Any) -> dict[str, dict[str, Any]]:
     TRACER.reset()
     trainer.step()
     return {"step": TRACER.summary()}
+
+
+def _compressing(e: Any, device: Any) -> dict[str, dict[str, Any]]:
+    import torch
+
+    from ridgeline.measure.fake.tracer import TRACER
+    from ridgeline.runtime.compress_build import CompressBuild, LinearLayer, Site
+    from ridgeline.techniques.registry import resolve
+
+    e, techniques = resolve(e)
+    run = CompressBuild(e, e.model, device, torch.float16)
+    for technique in techniques:
+        technique.compress(run)
+    out, width = e.model.q_size, e.model.hidden_size
+    weight = torch.empty(out, width)
+    layer = LinearLayer("layers.0.attention.q_proj", weight, weight)
+    site = Site("layers.0.attention.qkv", [layer], torch.empty(width, width), 4096, torch.empty(width))
+    TRACER.reset()
+    site.to(device)
+    for step in run.at_site:
+        step(site)
+    site.error(layer)
+    return {"site": TRACER.summary()}
 
 
 def _serving(e: Any, device: Any, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -158,7 +158,7 @@ class MoE(nn.Module):
         pairs = chosen.flatten()  # [N·k]: pair p belongs to token p // k
         order = pairs.argsort(stable=True)
         sorted_rows = tokens[order // self.k]
-        if self.run is run_here and self.experts.groupable(sorted_rows):
+        if self.run is run_here and isinstance(self.experts, Experts) and self.experts.groupable(sorted_rows):
             rows = self.experts.together(sorted_rows, pairs[order])
         else:
             rows = self.run(self.experts, sorted_rows, self._counts(pairs))
