@@ -57,6 +57,8 @@ def traced(tmp_path):
             n: training(m, p, text) if n.startswith("train") else serving(m, *p) for n, (m, p, _) in BUDGETS.items()
         }
         given["filters"] = serving("llama-mini")
+        given["compress"] = make("llama-mini", "h100-sxm", {"kind": "compress", "seq_len": 64},
+                                 ["wanda", "rtn:bits=4,group_size=64"])  # fmt: skip
         settings = [FILTERS if name == "filters" else {"temperature": 0.0} for name in given]
         try:
             TRACED.update(zip(given, trace(list(given.values()), settings), strict=True))
@@ -81,6 +83,12 @@ def test_filters_of_a_whole_batch_wait_twice_at_most(traced):
     assert not found.wrong
     # The answer that stands for data says that every nucleus is larger than its candidates: once more, for all of them.
     assert found.waited <= 2, found.waits
+
+
+def test_sites_are_solved_on_the_device(traced):
+    found = traced["compress"]["site"]
+    assert not found.wrong
+    assert found.launches > 20
 
 
 def test_what_cannot_be_traced_is_said():
