@@ -25,7 +25,7 @@ _SHARES = tuple(f"{kind}_{tier}" for kind in KINDS for tier in ("device", "host"
 _RESERVE = 0.05
 """Share of a memory that the placement leaves free."""
 _STAGED = 3
-"""Buffers in host memory for hidden states on their way to and from disk."""
+"""Buffers in host memory for what is on its way to and from disk, each of one part of the batch."""
 
 
 class FlexGen(Technique):
@@ -205,7 +205,7 @@ class FlexGen(Technique):
         share = {tier: tiers.count(tier) / len(tiers) for tier in ("device", "host", "disk")}
         cache = n * g.kv_cache
         g.kv_cache = cache * share["device"]
-        g.host_bytes += cache * share["host"]
+        g.host_bytes += cache * share["host"] + cache / len(tiers) * min(tiers.count("disk"), _STAGED)
         residual = max((o.bytes / 3 for b in g.blocks for o in b.forward if o.kind == "residual"), default=0.0)
         hidden = self.activation_tiers()
         if n > 1 or hidden != ["device"]:
