@@ -23,6 +23,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 
+from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.kernels import float8, gpu, lowbit_matmul, paged_attention, ternary_decode
 from ridgeline.nn.kernels.ahead_of_time import compiling
 from ridgeline.nn.memory.step_pages import make_pages
@@ -207,9 +208,19 @@ def main() -> None:
     else:
         print(f"{len(rows)} kernels in {time.time() - start:.0f} s")
     if args.out:
-        held = json.loads(args.out.read_text()) if args.out.exists() else {}
-        held[args.name] = {"torch": torch.__version__, "triton": triton.__version__, "rows": rows}
-        args.out.write_text(json.dumps(held, indent=1) + "\n")
+        write(args.out, args.name, rows)
+
+
+def write(path: Path, name: str, rows: list[dict[str, object]]) -> None:
+    """Put rows under ``name`` into a file, one a line."""
+    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    held[name] = {"torch": torch.__version__, "triton": triton.__version__, "environment": fingerprint(), "rows": rows}
+    parts = []
+    for key, value in held.items():
+        about = json.dumps({k: v for k, v in value.items() if k != "rows"})
+        lines = ",\n  ".join(json.dumps(row) for row in value["rows"])
+        parts.append(f'"{key}": {about[:-1]}, "rows": [\n  {lines}]}}')
+    path.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

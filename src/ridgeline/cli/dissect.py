@@ -63,10 +63,10 @@ def _fake(e: Experiment, as_json: bool) -> None:
     """Trace the experiment's steps without the hardware, and print them beside the predicted time."""
     import json
 
+    from ridgeline.measure.fake.tables import fake_trace_json, fake_trace_tables
     from ridgeline.measure.fake.trace import trace
     from ridgeline.predict import predict
     from ridgeline.report.console import Status, print_tables
-    from ridgeline.report.fake_trace import fake_trace_json, fake_trace_tables
 
     with Status(f"tracing {e.name or e.model.name} on a fake GPU"):
         (steps,) = trace([e])

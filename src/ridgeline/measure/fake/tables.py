@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ridgeline.measure.fake.trace import StepTrace
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import percent, seconds
-
-if TYPE_CHECKING:
-    from ridgeline.measure.fake.trace import StepTrace
 
 TOP = 12
 """Lines and operators that are listed."""
