@@ -24,7 +24,7 @@ import torch
 import triton
 
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn.kernels import float8, gpu, lowbit_matmul, paged_attention, ternary_decode
+from ridgeline.nn.kernels import float8, gpu, lowbit_matmul, paged_attention, paged_store, ternary_decode
 from ridgeline.nn.kernels.ahead_of_time import compiling
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
@@ -175,6 +175,20 @@ def paged() -> Iterator[Case]:
         yield Case(label, call, quick)
 
 
+def writes() -> Iterator[Case]:
+    """A step's keys and values on their way to the pool."""
+    meta = torch.device("meta")
+    for kind in ("", "int8", "int4"):
+        shape = (1, 8, 65536, 128)
+
+        def call(kind=kind, shape=shape):
+            stores = [KINDS[kind](shape, meta) if kind else e(*shape) for _ in range(2)]
+            k = e(1, 64, 8, 128).transpose(1, 2)
+            paged_store.store_tokens(*stores, e(64, dtype=torch.int64), k, k)
+
+        yield Case(f"write {kind or 'plain'} 64 tokens, 8 heads of 128", call, False)
+
+
 def main() -> None:
     """Compile, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -186,7 +200,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as", dest="name", default="after", help="the name of these rows in the file")
     args = parser.parse_args()
-    every = (*norms(), *elementwise(), *encodings(), *products(), *paged())
+    every = (*norms(), *elementwise(), *encodings(), *products(), *writes(), *paged())
     cases = [c for c in every if args.only in c.label and args.skip not in c.label and (c.quick or not args.quick)]
     rows, start = [], time.time()
     for capability in args.capabilities:

@@ -44,7 +44,7 @@ def no_waste(rows):
         if r["kernel"] in ("_attend", "_matrix"):
             assert r["tensor"] > 0, r
             assert r["asynchronous"] > 0, r
-        elif r["kernel"] not in ("_row", "_vector", "_merge"):
+        elif r["kernel"] not in ("_row", "_vector", "_merge", "_write"):
             assert any(int(bits) >= 64 for bits in r["loads"]), r
 
 

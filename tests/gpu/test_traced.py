@@ -35,10 +35,10 @@ BUDGETS = {
     "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 320}),
     "train qft": ("llama-mini", ["flash_attention", "qft"], {"step": 1180}),
     "train moe": ("mixtral-tiny", LOW, {"step": 250}),
-    "serve": ("llama-mini", [], {"prefill": 61, "decode": 59}),
-    "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": 144, "decode": 142}),
-    "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"prefill": 105, "decode": 88}),
-    "serve moe": ("mixtral-tiny", [], {"prefill": 99, "decode": 97}),
+    "serve": ("llama-mini", [], {"prefill": 59, "decode": 57}),
+    "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": 59, "decode": 57}),
+    "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"prefill": 103, "decode": 86}),
+    "serve moe": ("mixtral-tiny", [], {"prefill": 97, "decode": 95}),
 }
 """Model (two layers of it), plan, and most launches of each step: an addition of some per cent is to be noticed."""
 

@@ -6,6 +6,7 @@ from tests.nn.interpreter import DEVICE
 from tests.serving import ask, engine, greedy, model, run
 
 from ridgeline.nn.kernels.paged_attention import paged_attention
+from ridgeline.nn.kernels.paged_store import store_tokens
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, naive_attention
 from ridgeline.nn.quant.quantized_kv import KINDS
@@ -84,6 +85,43 @@ def test_half_precision(kind):
     assert float((got.double() - want).norm() / want.norm()) < 2e-3  # weights are rounded to 2^-11 before the product
 
 
+@pytest.mark.parametrize("kind", ["", "int8", "int4"])
+@pytest.mark.parametrize("width", [128, 64, 24])
+def test_what_is_written(kind, width):
+    """As the stores write it themselves, a code aside where a division rounds otherwise."""
+    generator = torch.Generator().manual_seed(width)
+    k, v = (torch.randn(1, 9, 3, width, generator=generator).transpose(1, 2) * 4 for _ in range(2))
+    shape, slots = (1, 3, 40, width), torch.randperm(40, generator=generator)[:9]
+    ours, theirs = [], []
+    for made in (ours, theirs):
+        for _ in range(2):
+            made.append(KINDS[kind](shape, torch.device(DEVICE)) if kind else torch.zeros(shape, device=DEVICE))
+            for t in vars(made[-1]).values() if kind else ():
+                if isinstance(t, torch.Tensor):
+                    t.zero_()
+    assert store_tokens(*ours, slots.to(DEVICE), k.to(DEVICE), v.to(DEVICE))
+    for store, new in zip(theirs, (k, v), strict=True):
+        if kind:
+            store.write(slots.to(DEVICE), new.to(DEVICE))
+        else:
+            store[:, :, slots] = new.to(DEVICE)
+    for mine, other in zip(ours, theirs, strict=True):
+        if not kind:
+            assert torch.equal(mine, other)
+            continue
+        for name, t in vars(other).items():
+            if isinstance(t, torch.Tensor) and name == "codes":
+                assert float((getattr(mine, name) != t).float().mean()) < 1e-3
+            elif isinstance(t, torch.Tensor):
+                torch.testing.assert_close(getattr(mine, name), t, rtol=2**-10, atol=0)
+
+
+def test_codes_that_are_not_written():
+    store = KINDS["int4"]((1, 1, 4, 256), torch.device("cpu"))
+    x = torch.randn(1, 1, 2, 256)
+    assert not store_tokens(store, store, torch.tensor([0, 1]), x, x)
+
+
 def test_rows_of_a_step_may_have_any_strides():
     q, stores, held, table, pages = step(6, 2, 24, 16)
     turned = q.transpose(0, 1).contiguous().transpose(0, 1).to(DEVICE)
@@ -100,6 +138,7 @@ def test_an_engine_serves_through_it(plan):
         eng = engine(made, plan, max_num_batched_tokens=24)
         if whole:
             eng.runner.layout.kernel, eng.runner.layout.whole = None, paged_attention
+            eng.runner.layout.write = store_tokens
         return run(eng, *[ask(str(i), p, 6) for i, p in enumerate(prompts)])[0]
 
     got = served(True)

@@ -91,6 +91,10 @@ class Runner:
         if self.keeps:
             self.layout.kernel = find_kernel(self.device, weight.dtype)
             self.layout.whole = None if spec.is_latent else find_step_kernel(self.device, spec.cached_dim)
+            if self.layout.whole is not None:
+                from ridgeline.nn.kernels.paged_store import store_tokens
+
+                self.layout.write = store_tokens
         self.after_layer: Callable[[int], None] | None = None
         """Called when a layer has written its keys and values, with its number; not by the decoder below."""
         self.kinds: Tensor | None = None

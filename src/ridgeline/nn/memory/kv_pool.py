@@ -139,6 +139,8 @@ class BatchLayout:
     pages: Pages | None = None
     """All pieces, for a kernel that processes them at once."""
     whole: StepKernel | None = None
+    write: Callable[[Any, Any, Tensor, Tensor, Tensor], bool] | None = None
+    """Writes keys and values to two stores at once, if it knows their codes: (keys, values, slots, k, v)."""
     causal: bool = True
     window: int = 0
     """Number of newest tokens that a token attends to in every layer, to which extents are cut; 0: all."""
@@ -205,10 +207,11 @@ class PagedCache(LayerCache):
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, changes: ScoreChanges | None) -> Tensor:
         layout = self.layout
         if len(layout.slots):
-            for store, new in zip(self.distinct, (k, v), strict=False):
-                store.write(layout.slots, new)
+            held = [s.rows if isinstance(s, PlainStore) else s for s in self.stores]
+            if layout.write is None or not layout.write(held[0], held[1], layout.slots, k, v):
+                for store, new in zip(self.distinct, (k, v), strict=False):
+                    store.write(layout.slots, new)
             if layout.whole is not None and layout.pages is not None:
-                held = [s.rows if isinstance(s, PlainStore) else s for s in self.stores]
                 found = layout.whole(q[0].transpose(0, 1), held[0], held[1], layout.pages, self.window, changes)
                 return found.transpose(0, 1)[None]
             if not isinstance(self.stores[0], PlainStore):
