@@ -56,6 +56,8 @@ class Op:
     """Mesh axis of a collective: dp, tp, pp, cp, ep."""
     stride: int = 1
     """Distance, in ranks, between neighbors of a collective's group (the product of the inner axes)."""
+    rails: int = 0
+    """Number of network cards of a node that a collective uses; 0: all."""
     causal: bool = False
     """attention: whether a fused kernel may skip the masked half (``flops`` counts all of it, as PyTorch does)."""
     recompute: bool = False

@@ -13,7 +13,7 @@ from ridgeline.predict.machine import machine
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.host_work import COPIES, host_time
 from ridgeline.predict.operators.kernel import Timed, op_time, roof_seconds
-from ridgeline.predict.step.in_step import ALONE, InStepFactors
+from ridgeline.predict.step.in_step import ALONE, FETCH, InStepFactors
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.result import Row
 
@@ -130,7 +130,8 @@ class BlockTimes:
 
 def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> float:
     """Seconds of any operator: compute, collective or copy."""
-    return timed_of(op, cluster).seconds * (1.0 if op.axis else factors.of(op))
+    alone = timed_of(op, cluster).seconds
+    return alone if op.axis else factors.seconds(op, alone, cluster.device)
 
 
 def timed_of(op: Op, cluster: Cluster) -> Timed:
@@ -156,7 +157,10 @@ def block_times(b: Block, cluster: Cluster, factors: InStepFactors = ALONE) -> B
     if factors.dispatch:
         for name in ("forward", "backward"):
             gpu = getattr(t, name)
-            host = len(getattr(b, name)) * factors.dispatch
+            called = [o for o in getattr(b, name) if o.kind != "accumulate"]  # which autograd does by itself
+            fetched = sum(o.rails > 0 for o in getattr(b, f"gather_{name}"))  # one tensor each
+            times = 2 if name == "backward" and any(o.recompute for o in called) else 1
+            host = len(called) * factors.dispatch + times * fetched * FETCH
             if host > gpu:
                 setattr(t, name, host)
                 t.dispatch += host - gpu
@@ -374,9 +378,9 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
     timed: dict[tuple[str, str, str, str], Timed] = {}
     for op, count in step_ops(g):
         key = (op.phase, op.module, op.name, op.kind)
-        timed[key] = one = timed_of(op, cluster)
+        timed[key] = timed_of(op, cluster)
         n = count * times
-        seconds, roof = (one.seconds, 0.0) if op.axis else (one.seconds * factors.of(op), roof_seconds(op, device))
+        seconds, roof = seconds_of(op, cluster, factors), 0.0 if op.axis else roof_seconds(op, device)
         old = sums.get(key)
         if old is None:
             sums[key] = [seconds * n, n, op.flops * n, op.bytes * n, op.link_bytes * n, roof * n]

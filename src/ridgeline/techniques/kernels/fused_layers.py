@@ -182,8 +182,9 @@ def _fuse_casts(b: Block) -> None:
 
 def _cast_once(g: Graph) -> None:
     """Weights that do not change between micro-batches are converted once per step; each micro-batch is charged an
-    equal part."""
+    equal part. Products of weight gradients add to the sums themselves: 8 bytes per element instead of 2 and 10."""
     for b in g.blocks:
+        b.backward = [changed(op, bytes=op.bytes * 0.6) if op.kind == "accumulate" else op for op in b.backward]
         if not b.gather_forward:
             b.forward = [changed(op, bytes=op.bytes / g.accumulation) if op.name.endswith(".quantize_weight") else op
                          for op in b.forward]  # fmt: skip

@@ -63,8 +63,9 @@ class Zero(Technique):
     """Free a layer's gathered parameters after its forward pass and gather them again for backward. None: in stage 3,
     but not in a pipeline, where it would happen for every micro-batch."""
     gathered: Literal["layer", "tensor"] | None = None
-    """What one collective gathers: a layer, or one parameter tensor of it (DeepSpeed's first releases): predicted, not
-    yet run."""
+    """What one collective gathers: a layer, or one parameter tensor of it (DeepSpeed's first releases, over one network
+    card at a time). In stages 1 and 2, whole tensors then belong to ranks, to which their gradients are reduced and
+    from which they are broadcast (InternEvo). Predicted, not yet run."""
     prefetch: int = Field(default=1, ge=0)
     """Number of layers whose parameters are gathered ahead of use, in forward and backward."""
 
@@ -190,15 +191,22 @@ class Zero(Technique):
         early = self.stage == 2 and not g.pipeline
         g.reduce_every_micro_batch = early
         g.gradients_resident = self.stage == 1
+        tensors = max(1, sum(n for p, n in g.params if p.trainable))
         for b in g.blocks:
             for p in b.params:
                 p.state_shards = max(1, ranks // p.spread)
                 p.grad_shards = p.state_shards if early else 1
-            b.reduce += reductions(b, "reduce_scatter", ranks, stride)
             sizes: dict[int, float] = {}
             for p in (p for p in b.params if p.trainable):
                 sizes[p.spread] = sizes.get(p.spread, 0.0) + p.numel * p.bytes_per_element
-            b.after_update += [changed(o, direction="update") for o in self._all_gathers(sizes, ranks, stride)]
+            fresh = [changed(o, direction="update") for o in self._all_gathers(sizes, ranks, stride)]
+            summed = reductions(b, "reduce_scatter", ranks, stride)
+            if self.gathered == "tensor":
+                share = min(1.0, ranks / tensors)  # of its tensors, each of which goes its own way
+                parts = max(1, round(share * sum(p.trainable for p in b.params)))
+                fresh, summed = _one_by_one(fresh, "broadcast", parts), _one_by_one(summed, "reduce", parts)
+            b.reduce += summed
+            b.after_update += fresh
 
     def _gathers(self, blocks: list[Block], ranks: int, stride: int) -> list[Op]:
         """The gathers before some blocks."""
@@ -215,7 +223,7 @@ class Zero(Technique):
         gathered."""
         return [
             Op("all_gather", "communication", "all_gather", "forward", bytes=size, link_bytes=size,
-               ranks=ranks // spread, axis="dp", stride=stride * spread)
+               ranks=ranks // spread, axis="dp", stride=stride * spread, rails=int(self.gathered == "tensor"))
             for spread, size in sizes.items()
             if ranks // spread > 1
         ]  # fmt: skip
@@ -316,3 +324,9 @@ class Zero(Technique):
         for i, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + n])
             layer.set_modules_to_backward_prefetch(layers[max(0, i - n) : i][::-1])
+
+
+def _one_by_one(ops: list[Op], kind: str, parts: int) -> list[Op]:
+    """Each collective as ``parts`` of another kind, one after the other and over all network cards."""
+    return [changed(o, name=kind, kind=kind, bytes=o.bytes / parts, link_bytes=o.link_bytes / parts, rails=0)
+            for o in ops for _ in range(parts)]  # fmt: skip
