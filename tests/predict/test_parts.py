@@ -51,6 +51,19 @@ def test_a_ring_passes_on_all_of_it(kind):
     assert collective_time(op, cluster(4, latency=1e-3)).seconds == pytest.approx(0.08 + 3 * (1e-3 - 2e-6))
 
 
+def test_backward_gathers_before_it_reduces():
+    """In backward a layer's parameters are there when the layer in front of it is done, unless they are gathered
+    late."""
+    workload = {"kind": "pretrain", "seq_len": 2048, "micro_batch_size": 4, "batch_size": 32}
+
+    def exposed(plan):
+        e = experiments.make("llama2-7b", "8xa100", workload, ["mixed_precision", plan])
+        return predict(e).metrics["exposed_communication_s"].value
+
+    early, late = exposed("zero:stage=3"), exposed("zero:stage=3,backward_prefetch=post")
+    assert early < 0.5 * late
+
+
 def test_one_network_card():
     wire = Link(name="net", bandwidth=5 * GIGA, latency=0.0)
     op = Op("x", "communication", "all_gather", link_bytes=8 * GIGA, ranks=8, axis="dp")

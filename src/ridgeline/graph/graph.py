@@ -323,6 +323,8 @@ class Graph:
     """Bytes of the residual stream of one micro-batch on this rank: a layer's input, and what a stage sends."""
     overlap_reduce: bool = True
     """Whether gradient reduction overlaps with backward."""
+    gathers_after_reduction: bool = False
+    """Whether backward gathers a block's parameters only after the gradients of the block before it are reduced."""
     fused: bool = False
     """Whether chains of elementwise operators run as one kernel each, as their bytes are counted."""
     weights_16bit: bool = False

@@ -218,6 +218,8 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
         trainer = "hf trainer" in row.text("note", "").lower()  # whose stages are DeepSpeed's
         deepspeed = stage == 3 and (trainer or row.text("family", "") in ("gpt", "megatron"))
         unit = ",gathered=tensor" if deepspeed or (internevo and stage < 3) else ""
+        late = stage == 3 and (deepspeed or row.text("family", "") == "mpt")  # Composer's default
+        unit += ",backward_prefetch=post" if late else ""
         plan.append(f"zero:stage={stage}{unit}" if stage else "data_parallel:overlap=false")
     return plan
 
@@ -257,8 +259,8 @@ def _lengthen(result: Result, chains: Mapping[str, float]) -> None:
 
 def _wait_for_hooks(result: Result, e: Experiment) -> None:
     """The step takes at least the host's time for its operators and for fetching every tensor before each pass."""
-    passes = 3 if of_kind(e, Recompute) else 2
     tensors = sum(n for _, n in training_graph(e).params)
+    passes = 3 if of_kind(e, Recompute) else 2
     calls = sum(r.count for r in result.breakdown if r.phase in ("forward", "backward") and r.kind != "accumulate")
     host = calls * TRAINING.dispatch + e.accumulation * passes * tensors * FETCH
     step = result.metrics["step_time_s"]

@@ -158,9 +158,9 @@ def block_times(b: Block, cluster: Cluster, factors: InStepFactors = ALONE) -> B
         for name in ("forward", "backward"):
             gpu = getattr(t, name)
             called = [o for o in getattr(b, name) if o.kind != "accumulate"]  # which autograd does by itself
-            fetched = sum(o.rails > 0 for o in getattr(b, f"gather_{name}"))  # one tensor each
-            times = 2 if name == "backward" and any(o.recompute for o in called) else 1
-            host = len(called) * factors.dispatch + times * fetched * FETCH
+            fetched = sum(o.rails > 0 for o in b.gather_forward)  # one tensor each
+            fetched *= 2 if name == "backward" and any(o.recompute for o in called) else 1
+            host = len(called) * factors.dispatch + fetched * FETCH
             if host > gpu:
                 setattr(t, name, host)
                 t.dispatch += host - gpu
@@ -252,15 +252,17 @@ def _micro_batch(s: Streams, g: Graph, times: list[BlockTimes], last: bool) -> N
             end = s.run(_label(b, i), "forward", t.forward, ready, t.forward_inline)
             for stream, seconds in t.store:
                 s.send(f"store {b.name}", seconds, end, stream)
-    before = s.compute
-    for t in reversed(times):
-        b = t.block
-        for i in reversed(range(b.repeat)):
-            ready = _fetch(s, t.gather_backward, b.name, before)
-            before = max(s.compute, ready)
-            end = s.run(_label(b, i), "backward", t.backward, ready, t.backward_inline)
-            if g.overlap_reduce and (last or g.reduce_every_micro_batch):
-                _reduce(s, t, end)
+    blocks = [(t, i) for t in reversed(times) for i in reversed(range(t.block.repeat))]
+    ready = _fetch(s, blocks[0][0].gather_backward, blocks[0][0].block.name, s.compute)
+    for (t, i), (after, _) in zip(blocks, [*blocks[1:], (None, 0)], strict=True):
+        start = max(s.compute, ready)
+        end = s.run(_label(t.block, i), "backward", t.backward, ready, t.backward_inline)
+        if after and not g.gathers_after_reduction:
+            ready = _fetch(s, after.gather_backward, after.block.name, start)
+        if g.overlap_reduce and (last or g.reduce_every_micro_batch):
+            _reduce(s, t, end)
+        if after and g.gathers_after_reduction:
+            ready = _fetch(s, after.gather_backward, after.block.name, start)
     if last and not g.overlap_reduce:
         for t in reversed(times):
             for _ in range(t.block.repeat):
