@@ -86,9 +86,8 @@ class FusedLayers(Technique):
             if "fp8" in e.cluster.device.peak_flops:
                 g.each_block(_fuse_casts, layers_only=True)
                 g.closing.append(_cast_once)
-            if not has(e, "plain_attention"):  # whose operators are not merged
-                wide = 3.0 if g.dtype in ("bf16", "fp16") else 1.0
-                g.each_block(lambda b: _fuse_softmax(b, wide), layers_only=True)
+            wide = 3.0 if g.dtype in ("bf16", "fp16") else 1.0
+            g.each_block(lambda b: _fuse_softmax(b, wide), layers_only=True)
         if e.parallel.get("tp", 1) > 1:  # a vocabulary that is split over ranks has its own loss
             return g
         if self.chunked:
