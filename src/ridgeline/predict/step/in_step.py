@@ -25,7 +25,9 @@ class InStepFactors(NamedTuple):
     attention: float = 1.0
     """Fused attention."""
     biased: float = 1.0
-    """Fused attention that adds a bias to its scores."""
+    """Fused attention that adds a bias to its scores, with heads of 128."""
+    narrow: float = 1.0
+    """The same with heads of up to 64, relative to 128."""
     portable: float = 1.0
     """Fused attention with Ampere kernels on a newer device."""
     pointwise: float = 1.0
@@ -44,6 +46,8 @@ class InStepFactors(NamedTuple):
         """Seconds of an operator that takes ``alone`` by itself."""
         name = group(op.kind, op.kernel)
         took: float = alone * getattr(self, name) if name else alone
+        if name == BIASED and op.shape and op.shape[-1] <= NARROW:
+            took *= self.narrow
         if name == "gemm" and self.sustained < 1.0:
             lasting = self.sustained * peak_flops(device, op.dtype) * (2 if op.sparse else 1)
             return max(took, op.flops / lasting)
@@ -63,13 +67,24 @@ _FLOPS_PER_JOULE = {"hopper": 989.4e12 / 700, "blackwell": 2250e12 / 1000}
 """Peak by power limit of the cards of an architecture that the share is stated for; Blackwell's share is assumed to be
 Hopper's. Cards of earlier architectures have watts to spare."""
 GROUPS = ("gemm", "attention", "biased", "pointwise", "fused")
+NARROW = 64
+"""Width of a head up to which FlashAttention's first generation is closer to the second."""
 ALONE = InStepFactors()
 """Operators as timed in isolation."""
 TRAINING = InStepFactors(
-    gemm=1.075, attention=1.075, biased=1.62, portable=1.6, pointwise=2.45, fused=1.50, dispatch=5e-5, spread=0.004
+    gemm=1.075,
+    attention=1.075,
+    biased=1.66,
+    narrow=0.8,
+    portable=1.6,
+    pointwise=2.45,
+    fused=1.50,
+    dispatch=5e-5,
+    spread=0.004,
 )
-"""gemm, biased, pointwise: fitted on llm-foundry's published runs, which all have ALiBi. Kernels that take a bias are
-of FlashAttention's first generation; the second is twice as fast (arXiv:2307.08691, figure 4). fused: on Megatron-LM's.
+"""biased, narrow, pointwise: fitted on llm-foundry's published runs, which all have ALiBi. Kernels that take a bias are
+of FlashAttention's first generation; the second is twice as fast with heads of 128, less with 64 (arXiv:2307.08691,
+figure 4). gemm, fused: on Megatron-LM's, which llm-foundry's alone would have at 1.02 and 1.7, and others worse.
 attention: as hot as gemm (assumption). portable: FlashAttention-3 is 1.5 to 2 times as fast forward, 1.5 to 1.75
 backward (arXiv:2407.08608). dispatch: Python, autograd and the several kernels of one operator in an eager
 framework; a 7B Llama of Hugging Face decodes a token in 25 ms whatever the GPU, 16 operators a layer (assumption; the
