@@ -64,6 +64,20 @@ def test_backward_gathers_before_it_reduces():
     assert early < 0.5 * late
 
 
+def test_stages_may_wait_for_transfers():
+    """One transfer more for every pass between stages; the first rank, which ends last, has two a micro-batch."""
+    workload = {"kind": "pretrain", "seq_len": 2048, "batch_size": 32, "micro_batch_size": 1}
+
+    def step(options):
+        e = experiments.make("llama2-7b", "4xa100", workload, ["mixed_precision", f"pipeline:degree=4{options}"])
+        r = predict(e)
+        send = next(row for row in r.breakdown if row.operator == "send")
+        return r.metrics["step_time_s"].value, send.seconds / send.count
+
+    (beside, each), (waiting, _) = step(""), step(",overlap=false")
+    assert beside + 32 * 2 * each == pytest.approx(waiting, rel=0.02)
+
+
 def test_one_network_card():
     wire = Link(name="net", bandwidth=5 * GIGA, latency=0.0)
     op = Op("x", "communication", "all_gather", link_bytes=8 * GIGA, ranks=8, axis="dp")

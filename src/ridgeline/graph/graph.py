@@ -260,6 +260,8 @@ class Pipeline:
     """Number of layers of every stage; empty: divided evenly."""
     send: Op | None = None
     """Bytes sent between neighboring stages for every micro-batch and direction."""
+    waits: bool = False
+    """Whether both ranks wait for every transfer."""
 
 
 @dataclass(slots=True, frozen=True)

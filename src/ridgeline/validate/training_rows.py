@@ -195,7 +195,8 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
         chunks = layout.interleave
         fits = chunks > 1 and micros % degrees["pp"] == 0
         schedule = f"schedule=interleaved,chunks={chunks}" if fits else "schedule=1f1b"
-        plan.append(f"pipeline:degree={degrees['pp']},{schedule}")
+        waits = "" if "fp8" in device.peak_flops else ",overlap=false"  # Megatron-LM of A100's years
+        plan.append(f"pipeline:degree={degrees['pp']},{schedule}{waits}")
     if degrees["cp"] > 1:
         plan.append(f"ring_attention:degree={degrees['cp']}")
     if policy in ("full", "1", "true", "yes", "block", "uniform", "all"):

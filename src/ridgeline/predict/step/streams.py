@@ -327,6 +327,13 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
             waited += n * t.dispatch
     each = g.accumulation / ranks
     send = collective_time(pipe.send, cluster).seconds if pipe.send else 0.0
+    if pipe.waits:  # a transfer is part of what every stage does
+        last = len(forward) - 1
+        forward = [f + (send if i < last else 0.0) for i, f in enumerate(forward)]
+        backward = [b + (send if i else 0.0) for i, b in enumerate(backward)]
+        exposed += 2 * last * send
+        communication += 2 * last * send
+        send = 0.0
     timeline = run_schedule(
         pipe.schedule, ranks, g.accumulation, tuple(forward), tuple(backward), tuple(weight), send, chunks, record
     )
