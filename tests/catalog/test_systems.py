@@ -37,7 +37,10 @@ def test_a_card_is_complete(system):
     assert all(call in text for call in system.plan + system.shrunk.plan)
 
 
-MISSES = {"deepspeed_zero_offload": "reported 0.32 of the peak, predicted 0.59: V100 is known by its datasheet alone"}
+MISSES = {
+    "deepspeed_zero_offload": "reported 0.32 of the peak, predicted 0.59: V100 is known by its datasheet alone",
+    "deepspeed_zero_infinity": "reported 0.40, predicted 0.68, at the interval's end: the same",
+}
 """Numbers outside the prediction's own 95 % interval."""
 
 

@@ -93,6 +93,8 @@ class Twins:
         for t in self.techniques:
             t.build(run)
             run.assert_trainable()
+        for finish in run.hooks.filled:
+            finish()
         run.assert_trainable()
         return run
 

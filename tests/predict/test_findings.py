@@ -98,9 +98,9 @@ def test_flash_attention_makes_attention_faster(phase):
     ("phase", "reported"),
     [
         pytest.param("forward", 2 / 3, marks=pytest.mark.xfail(
-            strict=True, reason="reported a third faster; predicted 46 % at batch 1")),
+            strict=True, reason="reported a third faster; predicted 48 % at batch 1")),
         pytest.param("backward", 3 / 4, marks=pytest.mark.xfail(
-            strict=True, reason="reported a quarter faster; predicted 11 % at batch 1, more at larger ones: the"
+            strict=True, reason="reported a quarter faster; predicted 0 % at batch 1, 18 % at larger ones: the"
             " paper's batch is not known")),
     ],
 )  # fmt: skip
@@ -146,26 +146,27 @@ def test_nvlink_scales_better_than_pcie():
 
 @pytest.mark.parametrize("on", [
     "rtx4090",
-    pytest.param("rtx3090", marks=pytest.mark.xfail(strict=True, reason="reported 0.859, predicted 0.936")),
+    pytest.param("rtx3090", marks=pytest.mark.xfail(strict=True, reason="reported 0.859, predicted 0.937")),
 ])  # fmt: skip
 def test_scaling_over_pcie(on):
     assert scaling(on, ["recompute"], 48) == pytest.approx(SCALING[on], rel=TRAINING)
 
 
-@pytest.mark.xfail(strict=True, reason="reported 0.908 > 0.859; predicted 0.879 < 0.936: the 3090 is slower, so that it"
+@pytest.mark.xfail(strict=True, reason="reported 0.908 > 0.859; predicted 0.894 < 0.937: the 3090 is slower, so that it"
                    " waits less for an equal link")  # fmt: skip
 def test_the_4090_scales_better_than_the_3090():
     assert scaling("rtx4090", ["recompute"], 48) > scaling("rtx3090", ["recompute"], 48)
 
 
 def test_nvlink_bridges_help_the_rtx_3090():
-    """Reported: about 10 %. A bridge joins two cards; the ring then crosses the host half as often."""
+    """Reported: about 10 %, at a batch that is not known: the larger, the less. A bridge joins two cards; the ring then
+    crosses the host half as often."""
     device = catalog.device("rtx3090")
     bridge = {"name": "NVLink bridge", "bandwidth": 56.25e9, "p2p": True, "spans": [[2, 21e9]]}
     bridged = device.model_copy(update={"link": device.link.model_copy(update=bridge)})
     plan = ["zero:stage=3", "recompute"]
-    gain = rate(plan, "8xrtx3090", each=64, device=bridged) / rate(plan, "8xrtx3090", each=64)
-    assert gain == pytest.approx(1.10, rel=TRAINING)
+    small, large = (rate(plan, "8xrtx3090", each=n, device=bridged) / rate(plan, "8xrtx3090", each=n) for n in (16, 64))
+    assert 1.0 < large < 1.10 < small
 
 
 def test_lora_with_zero_2_on_eight_a800():

@@ -7,14 +7,16 @@ from ridgeline.graph import training_graph
 from ridgeline.graph.graph import BIASED, Op
 from ridgeline.predict import predict
 from ridgeline.predict.common import rewritten
-from ridgeline.predict.step.in_step import ALONE, TRAINING, group, throttle, training_factors
+from ridgeline.predict.step.in_step import ALONE, TRAINING, group, sustained_share, training_factors
 from ridgeline.spec.device import Rate
 from ridgeline.techniques.registry import resolve
 
 
 def test_groups():
+    device = catalog.device("a100")
+
     def factor(kind, kernel=""):
-        return TRAINING.of(Op("x", "mlp", kind, kernel=kernel))
+        return TRAINING.seconds(Op("x", "mlp", kind, kernel=kernel), 1.0, device)
 
     kinds = ("gemm", "bmm", "attention", "norm", "loss")
     assert [group(k) for k in kinds] == ["gemm", "gemm", "attention", "pointwise", "pointwise"]
@@ -54,10 +56,16 @@ def test_a_cpu_and_a_measured_device_keep_their_own_pace():
 
 
 def test_power_limits():
-    """More FLOP/s per watt than an A100's last less; a device with fewer is not throttled."""
-    factor = {name: throttle(catalog.device(name)) for name in ("a100", "h100", "h200", "h20")}
-    assert factor["a100"] == factor["h20"] == 1.0
-    assert factor["h100"] == factor["h200"] > 1.0, "the same chip at the same power"
+    """A card that is short of watts sustains less of its peak; what does not reach that share is not slowed."""
+    share = {name: sustained_share(catalog.device(name)) for name in ("a100", "h100", "h200", "h20")}
+    assert share["a100"] == share["h20"] == 1.0
+    assert share["h100"] == share["h200"] < 1.0, "the same chip at the same power"
+    assert sustained_share(catalog.device("h100-96g-hbm2e-500w")) < share["h100"]
+    h100 = catalog.device("h100")
+    hot = ALONE._replace(sustained=0.6)
+    product = Op("x", "mlp", "gemm", flops=h100.peak_flops["bf16"] * 0.5, dtype="bf16")
+    assert hot.seconds(product, 0.7, h100) == pytest.approx(0.5 / 0.6)
+    assert hot.seconds(product, 0.9, h100) == 0.9
 
 
 def test_the_slowest_of_many_ranks():

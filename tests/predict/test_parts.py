@@ -4,6 +4,7 @@ import pytest
 
 from ridgeline import catalog, experiments
 from ridgeline.graph import Block, Graph, Op, Param, Saved, optimizer_ops, training_graph
+from ridgeline.graph.graph import changed
 from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.collective_time import collective_time, path
 from ridgeline.predict.operators.kernel import op_time, roof_seconds
@@ -41,6 +42,73 @@ def test_ring(ranks, kind, rounds):
     # An ordinary link's 2 us are part of the constants: a slower one adds the rest to every hop.
     by_hand = rounds * (ranks - 1) / ranks * 8 * GIGA / (100 * GIGA) + rounds * (ranks - 1) * (1e-3 - 2e-6)
     assert got == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "reduce"])
+def test_a_ring_passes_on_all_of_it(kind):
+    """Every rank but the last sends the whole buffer on: B / bandwidth in n-1 hops."""
+    op = Op(kind, "communication", kind, link_bytes=8 * GIGA, ranks=4, axis="dp")
+    assert collective_time(op, cluster(4, latency=1e-3)).seconds == pytest.approx(0.08 + 3 * (1e-3 - 2e-6))
+
+
+def test_backward_gathers_before_it_reduces():
+    """In backward a layer's parameters are there when the layer in front of it is done, unless they are gathered
+    late."""
+    workload = {"kind": "pretrain", "seq_len": 2048, "micro_batch_size": 4, "batch_size": 32}
+
+    def exposed(plan):
+        e = experiments.make("llama2-7b", "8xa100", workload, ["mixed_precision", plan])
+        return predict(e).metrics["exposed_communication_s"].value
+
+    early, late = exposed("zero:stage=3"), exposed("zero:stage=3,backward_prefetch=post")
+    assert early < 0.5 * late
+
+
+def test_stages_may_wait_for_transfers():
+    """One transfer more for every pass between stages; the first rank, which ends last, has two a micro-batch."""
+    workload = {"kind": "pretrain", "seq_len": 2048, "batch_size": 32, "micro_batch_size": 1}
+
+    def step(options):
+        e = experiments.make("llama2-7b", "4xa100", workload, ["mixed_precision", f"pipeline:degree=4{options}"])
+        r = predict(e)
+        send = next(row for row in r.breakdown if row.operator == "send")
+        return r.metrics["step_time_s"].value, send.seconds / send.count
+
+    (beside, each), (waiting, _) = step(""), step(",overlap=false")
+    assert beside + 32 * 2 * each == pytest.approx(waiting, rel=0.02)
+
+
+def test_one_network_card():
+    wire = Link(name="net", bandwidth=5 * GIGA, latency=0.0)
+    op = Op("x", "communication", "all_gather", link_bytes=8 * GIGA, ranks=8, axis="dp")
+    all_cards, one = (collective_time(changed(op, rails=n), cluster(4, 2, network=wire)).seconds for n in (0, 1))
+    assert all_cards == pytest.approx(7 / 8 * 8 / 20)
+    assert one == pytest.approx(4 * all_cards)
+
+
+def test_whole_tensors_belong_to_ranks():
+    """Each of a rank's tensors is reduced to it and broadcast from it; the more ranks, the more of them."""
+    workload = {"kind": "pretrain", "seq_len": 128, "micro_batch_size": 1}
+    plan = ["mixed_precision:weights=low", "zero:stage=1,gathered=tensor"]
+    size = 2 * catalog.model("llama2-7b").num_parameters  # in 16 bits
+
+    def sent(on):
+        e = experiments.make("llama2-7b", on, workload, plan)
+        return {r.operator: r for r in predict(e).breakdown if r.operator in ("reduce", "broadcast")}
+
+    few, many = sent("8xa100"), sent("64x8xa100")
+    assert few["broadcast"].link_bytes == many["broadcast"].link_bytes == pytest.approx(size)
+    assert few["reduce"].link_bytes == many["reduce"].link_bytes == pytest.approx(2 * size)
+    assert few["broadcast"].count == 34
+    assert many["broadcast"].count == many["reduce"].count == 32 * 9 + 3
+
+
+def test_16_bit_gradients_are_added_to_their_sums():
+    """10 bytes for every weight, once per micro-batch."""
+    workload = {"kind": "pretrain", "seq_len": 128, "batch_size": 4, "micro_batch_size": 1}
+    r = predict(experiments.make("llama2-7b", "a100", workload, ["mixed_precision:weights=low"]))
+    weights = sum(p.numel for p in catalog.model("llama2-7b").parameters() if len(p.shape) > 1)
+    assert sum(row.bytes for row in r.breakdown if row.kind == "accumulate") == pytest.approx(4 * 10 * weights)
 
 
 def test_one_rank_sends_nothing():

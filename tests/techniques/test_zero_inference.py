@@ -12,16 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.compressing import LLAMA, MIXTRAL, checkpoint
+from tests.compressing import LLAMA, MIXTRAL, checkpoint, squeeze
 from torch import nn
 
 from ridgeline import catalog, experiments
 from ridgeline.cli import app
+from ridgeline.measure.cells import generation_cell
 from ridgeline.measure.cells.generation_cell import _built
 from ridgeline.nn.memory.layer_stream import FileSource, LayerStream, layer_tensors, size_of
 from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
+from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.predict import predict
+from ridgeline.runtime.resting_weights import RestingWeights
 from ridgeline.search.placement import MemoryLimits, place
 from ridgeline.spec.device import Cluster, Host
 from ridgeline.spec.errors import Incompatible, UserError
@@ -362,3 +366,37 @@ def test_a_source_is_a_range_of_whole_pages(deep):
         for r in s.ranges:
             assert r.start % 4096 == r.length % 4096 == r.place % 4096 == 0
             assert r.needed <= r.length
+
+
+@pytest.mark.parametrize(("model", "plan"), [
+    (LLAMA, "zero_inference:parameters=nvme"), (LLAMA, "zero_inference:parameters=cpu"),
+    (LLAMA, "flexgen:batches=1,weights_device=0,weights_host=50,cache_device=100,cache_host=0"),
+    (MIXTRAL, "moe_offload:experts=1,parameters=nvme"),
+], ids=["disk", "host", "flexgen", "experts"])  # fmt: skip
+def test_a_compressed_checkpoint_is_read_a_layer_at_a_time(tmp_path, monkeypatch, model, plan):
+    """Its codes are never in memory as a whole, so that it may be larger than that."""
+    source = checkpoint(tmp_path / "m", {**model, "hidden_size": 64, "intermediate_size": 64, "num_layers": 4})
+    squeeze(source, tmp_path / "small", "rtn:bits=4,group_size=32")
+    want = tokens(built(tmp_path / "small")[1])
+    held: list[int] = []
+    put = RestingWeights.put
+
+    def load(*args, **options):
+        made = load_packed(*args, **options)
+        models.append(made)
+        return made
+
+    def counted(self, tensors, names):
+        layers = {n.split(".")[1] for n, m in models[0].named_modules() if isinstance(m, PackedLinear)
+                  and (".experts." in n or "moe" not in plan) and any(t.untyped_storage().nbytes() > 8 for t in m.parameters())}  # fmt: skip
+        held.append(len(layers))
+        return put(self, tensors, names)
+
+    models: list = []
+    monkeypatch.setattr(generation_cell, "load_packed", load)
+    monkeypatch.setattr(RestingWeights, "put", counted)
+    _, moved = built(tmp_path / "small", f"{plan},path={tmp_path / 'scratch'}")
+    assert max(held) == 1
+    torch.testing.assert_close(tokens(moved)[1], want[1], rtol=1e-5, atol=1e-6)
+    if (tmp_path / "scratch").exists():
+        assert os.listdir(tmp_path / "scratch") == []

@@ -56,6 +56,8 @@ class Op:
     """Mesh axis of a collective: dp, tp, pp, cp, ep."""
     stride: int = 1
     """Distance, in ranks, between neighbors of a collective's group (the product of the inner axes)."""
+    rails: int = 0
+    """Number of network cards of a node that a collective uses; 0: all."""
     causal: bool = False
     """attention: whether a fused kernel may skip the masked half (``flops`` counts all of it, as PyTorch does)."""
     recompute: bool = False
@@ -258,6 +260,8 @@ class Pipeline:
     """Number of layers of every stage; empty: divided evenly."""
     send: Op | None = None
     """Bytes sent between neighboring stages for every micro-batch and direction."""
+    waits: bool = False
+    """Whether both ranks wait for every transfer."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -321,6 +325,8 @@ class Graph:
     """Bytes of the residual stream of one micro-batch on this rank: a layer's input, and what a stage sends."""
     overlap_reduce: bool = True
     """Whether gradient reduction overlaps with backward."""
+    gathers_after_reduction: bool = False
+    """Whether backward gathers a block's parameters only after the gradients of the block before it are reduced."""
     fused: bool = False
     """Whether chains of elementwise operators run as one kernel each, as their bytes are counted."""
     weights_16bit: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ridgeline.graph.graph import Graph, Op, alternate
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "p2p")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "p2p", "broadcast", "reduce")
 
 
 def buckets(sizes: list[tuple[int, float]], limit: float) -> list[list[int]]:

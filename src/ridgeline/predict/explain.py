@@ -30,7 +30,7 @@ RESOURCE_NAMES = {
 }
 GAIN = 0.10
 """The speedup that the levers are solved for."""
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "p2p", "broadcast")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "p2p", "broadcast", "reduce")
 _LARGEST = 64.0
 """A factor beyond which improving a resource is reported as insufficient."""
 

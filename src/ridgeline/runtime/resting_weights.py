@@ -18,8 +18,10 @@ from ridgeline.nn.memory.layer_stream import (
     OpenFile,
     Scratch,
     Source,
+    layer_tensors,
     size_of,
 )
+from ridgeline.nn.memory.meter import return_freed_memory
 from ridgeline.nn.memory.tiered_store import PAGE, mark_host
 from ridgeline.runtime.build import Build
 
@@ -94,6 +96,28 @@ class RestingWeights:
                     held = self._reader.read(ours, expert)
                 t.view(flat).copy_(held)
         return flat
+
+
+def rest_layers(
+    run: Build, names: Sequence[str], folders: Sequence[Path | None]
+) -> tuple[list[list[LayerTensor]], list[Source]]:
+    """Store the layers ``names`` of the model, each in its folder's file or (None) in host memory, and free their
+    memory → the tensors of each, and where they are. One layer at a time is read, where loading left that for later."""
+    elements = [sum(p.numel() for p in run.model.layers[name].parameters()) for name in names]
+    groups: list[list[LayerTensor]] = []
+    sources: list[Source] = []
+    rest: dict[Path | None, RestingWeights] = {}
+    for name, folder, count in zip(names, folders, elements, strict=True):
+        run.model.complete(name)
+        tensors = layer_tensors(run.model.layers[name])
+        if folder not in rest:
+            mine = [n for n, other in zip(elements, folders, strict=True) if other == folder]
+            need = round(size_of(tensors) * sum(mine) / max(1, count)) + PAGE * len(mine)
+            rest[folder] = RestingWeights(run, folder, need)
+        sources.append(rest[folder].put(tensors, [(f"layers.{name}.{t.name}", None) for t in tensors]))
+        groups.append(tensors)
+    return_freed_memory()
+    return groups, sources
 
 
 def _held(t: LayerTensor) -> Tensor:

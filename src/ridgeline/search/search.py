@@ -241,8 +241,9 @@ def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:
         raise UserError(f"goal {q.goal!r} needs {q.metric}, which is not predicted for {e.cluster.device.name}",
                         "give the device a price_per_hour, or choose another goal")  # fmt: skip
     t = Tried(e, timed, q.rank(timed.metrics), missed, q.excess(timed.metrics))
-    if t.unvalidated and q.goal != "memory":  # it must win by more than whole steps are usually off
-        t.rank *= 1 + STEP[e.task] if t.rank > 0 else 1 / (1 + STEP[e.task])
+    if t.unvalidated and q.goal != "memory":  # each must win by more than whole steps are usually off
+        doubt = (1 + STEP[e.task]) ** len(t.unvalidated)
+        t.rank *= doubt if t.rank > 0 else 1 / doubt
     if missed:
         found.count("missed", 1)
         found.infeasible(t)

@@ -123,6 +123,8 @@ class Device(BaseModel):
     year: int = 0
     peak_flops: dict[str, float]
     """Dense (never sparse) FLOP/s per compute dtype; a dtype that is absent is not accelerated."""
+    half_sums: float = 1.0
+    """Rate of fp16 products that are summed in fp16, relative to sums in fp32: 2 on GeForce cards."""
     memory_bytes: float
     memory_bandwidth: float
     """Bytes/s of device memory."""

@@ -8,7 +8,7 @@ Part = Literal[
     "activations", "adapter_table", "batch_shape", "batch_split", "compute_dtype", "divided_experts",
     "divided_linears", "divided_tensors", "dropped_blocks", "experts", "fused_attention", "fused_linears",
     "fused_norms", "loss_scale", "low_rank", "masters", "model_shape", "optimizer", "packed_rows", "pass_memory",
-    "phase_pools", "plain_attention", "products", "queue", "rank_groups", "recomputation", "recorded_step",
+    "phase_pools", "products", "queue", "rank_groups", "recomputation", "recorded_step",
     "relative_updates", "replicas", "resting_weights", "sequence_parts", "shards", "trainable", "weights",
     "whole_gradients", "zeros",
 ]  # fmt: skip
@@ -35,7 +35,6 @@ PARTS: dict[Part, str] = {
     "packed_rows": "batches without pads",
     "pass_memory": "where the results of a pass are placed",
     "phase_pools": "which servers compute prompts and which generate outputs",
-    "plain_attention": "attention by its plain operators",
     "products": "how linear layers multiply",
     "queue": "the order of the queue",
     "rank_groups": "which data-parallel ranks form inner groups",

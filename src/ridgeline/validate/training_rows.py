@@ -9,9 +9,11 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from ridgeline.graph import training_graph
 from ridgeline.predict.interval import MEMORY, spread_of
 from ridgeline.predict.operators.kernel import peak_flops
 from ridgeline.predict.predict import predict
+from ridgeline.predict.step.in_step import FETCH, TRAINING
 from ridgeline.spec.device import Cluster, Device, Link
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
@@ -40,11 +42,14 @@ def cases(
     workload: type[Training] = Pretrain,
     adapters: Sequence[str] = (),
     chains: Mapping[str, float] | None = None,
+    hooks: bool = False,
 ) -> list[Case]:
     """Predict one run, of ``workload`` and with ``adapters`` before the row's own plan.
 
     ``chains``: how much longer kinds of operators take in the software that was measured, which runs each as a chain of
     kernels where ours runs one.
+
+    ``hooks``: DeepSpeed's stage 3 on a single card, which shards nothing but fetches every tensor.
 
     Packed examples attend only to themselves, which makes attention shorter.
 
@@ -56,7 +61,13 @@ def cases(
     if "packed" in row.text("note", "").lower():
         chains["attention"] = min(1.0, _PACKED / e.training.seq_len)
     _lengthen(result, chains)
-    found = [c for c in (_speed(row, e, result), _memory(row, e, result)) if c is not None]
+    if hooks:
+        _wait_for_hooks(result, e)
+    kept = result
+    if row.flag("compile", False) and has(e, "products"):  # torchao keeps 16-bit activations, and casts them again
+        calls = tuple(c for c in e.plan.calls if c.name != "fp8")
+        kept = predict(resolve(e.model_copy(update={"plan": Plan(calls=calls)}))[0])
+    found = [c for c in (_speed(row, e, result), _memory(row, e, kept)) if c is not None]
     if chosen:
         found = [replace(c, label=f"{c.label} ({chosen})") for c in found]
     if not found:
@@ -167,12 +178,15 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
     if precision == "fp8":
         plan.append("fp8")
     flash = row.flag("flash", True)
-    megatron = row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1 or degrees["pp"] > 1
+    internevo = bool(re.search(r"internlm|internevo", row.text("source", "").lower()))
+    megatron = not internevo and (
+        row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1 or degrees["pp"] > 1
+    )
     compiled = row.flag("compile", False)
     fused = megatron or compiled or precision == "fp8"  # which means Transformer Engine's kernels
     if flash:
-        first = re.search(r"internlm|internevo", row.text("source", "").lower())  # which asked for its release 1.0.5
-        plan.append(f"flash_attention:generation={1 if first else 3 if fused and not compiled else 2}")
+        # InternEvo asked for its release 1.0.5
+        plan.append(f"flash_attention:generation={1 if internevo else 3 if fused and not compiled else 2}")
     fused_loss = str(row.text("family", "") == "mpt" or compiled).lower()
     plan.append(f"fused_layers:elementwise={str(fused).lower()},loss={fused_loss},chunked=false")
     if degrees["tp"] > 1:
@@ -185,7 +199,8 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
         chunks = layout.interleave
         fits = chunks > 1 and micros % degrees["pp"] == 0
         schedule = f"schedule=interleaved,chunks={chunks}" if fits else "schedule=1f1b"
-        plan.append(f"pipeline:degree={degrees['pp']},{schedule}")
+        waits = "" if "fp8" in device.peak_flops else ",overlap=false"  # Megatron-LM of A100's years
+        plan.append(f"pipeline:degree={degrees['pp']},{schedule}{waits}")
     if degrees["cp"] > 1:
         plan.append(f"ring_attention:degree={degrees['cp']}")
     if policy in ("full", "1", "true", "yes", "block", "uniform", "all"):
@@ -205,7 +220,11 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
     if experts > 1 and ranks > 1:
         plan.append(f"expert_parallel:degree={min(experts, ranks)}")
     if ranks > 1:
-        unit = ",gathered=tensor" if stage == 3 and row.text("family", "") in ("gpt", "megatron") else ""  # DeepSpeed
+        trainer = "hf trainer" in row.text("note", "").lower()  # whose stages are DeepSpeed's
+        deepspeed = stage == 3 and (trainer or row.text("family", "") in ("gpt", "megatron"))
+        unit = ",gathered=tensor" if deepspeed or (internevo and stage < 3) else ""
+        late = stage == 3 and (deepspeed or row.text("family", "") == "mpt")  # Composer's default
+        unit += ",backward_prefetch=post" if late else ""
         plan.append(f"zero:stage={stage}{unit}" if stage else "data_parallel:overlap=false")
     return plan
 
@@ -234,11 +253,24 @@ def flops_per_token(m: ModelSpec, length: int, formula: str = "") -> float:
 
 
 def _lengthen(result: Result, chains: Mapping[str, float]) -> None:
-    """Scales the times of a step's operators by these factors."""
+    """Scales the times of a step's operators by these factors; the device has waited for the host before."""
     more = sum(r.seconds * (chains.get(r.kind, 1.0) - 1) for r in result.breakdown)
+    if more > 0:
+        more = max(0.0, more - sum(r.seconds for r in result.breakdown if r.kind == "dispatch"))
     step = result.metrics["step_time_s"]
     result.metrics["tokens_per_s_per_device"].value *= step.value / (step.value + more)
     step.value += more
+
+
+def _wait_for_hooks(result: Result, e: Experiment) -> None:
+    """The step takes at least the host's time for its operators and for fetching every tensor before each pass."""
+    tensors = sum(n for _, n in training_graph(e).params)
+    passes = 3 if of_kind(e, Recompute) else 2
+    calls = sum(r.count for r in result.breakdown if r.phase in ("forward", "backward") and r.kind != "accumulate")
+    host = calls * TRAINING.dispatch + e.accumulation * passes * tensors * FETCH
+    step = result.metrics["step_time_s"]
+    result.metrics["tokens_per_s_per_device"].value *= step.value / max(step.value, host)
+    step.value = max(step.value, host)
 
 
 def _speed(row: CsvRow, e: Experiment, result: Result) -> Case | None:

@@ -44,6 +44,8 @@ class DeepSpeed:
             if type(technique) in OF_THE_MODEL:
                 technique.build(self.run)
                 self.run.assert_trainable()
+        for finish in self.run.hooks.filled:
+            finish()
         self.engine = self._initialize()
 
     def _initialize(self) -> Any:

@@ -186,6 +186,10 @@ class ClassifyHead(nn.Module):
 HEADS: dict[str, type[LMHead | MLMHead | ClassifyHead]] = {"lm": LMHead, "mlm": MLMHead, "classify": ClassifyHead}
 
 
+def _nothing_left(name: str) -> None:
+    """The block is complete."""
+
+
 class Transformer(nn.Module):
     """The model that ``spec`` describes; parameters are named and shaped as :meth:`ModelSpec.parameters` lists them.
 
@@ -214,6 +218,8 @@ class Transformer(nn.Module):
         """Number of ranks over which the incoming hidden states (in a model without ``embed``) divide the sequence."""
         self.cache_of: CacheOf = plain_cache
         """Creates the cache of a layer's keys and values; a technique may replace it by a smaller format."""
+        self.complete: Callable[[str], None] = _nothing_left
+        """Makes the quantized layers of the block of this name, where loading a checkpoint left that for later."""
         self.mapped_bytes = 0
         """Bytes of weights in mapped files, which the system counts as memory that is free."""
         self.tie()

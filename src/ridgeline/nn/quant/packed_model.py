@@ -94,11 +94,11 @@ def load_packed(
     """The model in a checkpoint directory; layers that it has in integer codes hold these, and never were dense.
 
     ``dtype`` of everything else (default: as the config says). ``fast``: see :mod:`ridgeline.nn.quant.packed_linear`;
-    2:4 weights then run on sparse tensor cores. ``later``: how the names of dense parameters begin that stay on
-    the meta device, for what reads them by itself. ``mapped``: on a CPU, weights that the files hold as they are used
-    stay there, in memory that is mapped (privately: what changes them changes no file) and read when it is first used.
-    GGUF files are expanded. Raises :class:`UserError` for whatever is wrong with the
-    directory.
+    2:4 weights then run on sparse tensor cores. ``later``: how the names of parameters begin that stay on the meta
+    device, for what reads them by itself; codes among them are read by the model's ``complete``. ``mapped``: on a CPU,
+    weights that the files hold as they are used stay there, in memory that is mapped (privately: what changes them
+    changes no file) and read when it is first used. GGUF files are expanded. Raises :class:`UserError` for whatever is
+    wrong with the directory.
     """
     path = Path(path)
     if gguf_file(path) is not None:
@@ -112,7 +112,11 @@ def load_packed(
         packed = reader.packed(name, expert)
         return (packed, reader.input(name, expert)) if isinstance(packed, (Packed, Ternary)) else None
 
-    pack_layers(model, code, device, fast, lambda name, e: reader.read(name, e).to(device, dtype))
+    def pack(chosen: Callable[[str], bool]) -> None:
+        pack_layers(model, code, device, fast, lambda name, e: reader.read(name, e).to(device, dtype), chosen)
+
+    pack(lambda name: not name.startswith(later))
+    model.complete = lambda block: pack(lambda name: name.startswith(later) and name.startswith(f"layers.{block}."))
     fresh = {n for n, p in model.named_parameters() if p.is_meta}
     mapped = mapped and device.type == "cpu"
     if mapped:
@@ -138,16 +142,19 @@ def load_packed(
 
 def pack_layers(
     model: Transformer, code: Code, device: torch.device, fast: bool = True,
-    dense: Callable[[str, int], Tensor] | None = None,
+    dense: Callable[[str, int], Tensor] | None = None, chosen: Callable[[str], bool] = lambda _: True,
 ) -> int:  # fmt: skip
     """Put packed layers in the place of all linears of the blocks that ``code`` has codes for; returns how many.
 
-    ``dense`` reads an expert's projection that has none beside others that do.
+    ``dense`` reads an expert's projection that has none beside others that do. ``chosen``: whether to do so, by the
+    layer's name with a dot behind it.
     """
     count = 0
     for prefix, module in list(model.layers.named_modules(prefix="layers")):
         for leaf, child in list(module.named_children()):
             name = f"{prefix}.{leaf}"
+            if not chosen(f"{name}."):
+                continue
             if isinstance(child, nn.Linear) and leaf.endswith("_proj"):
                 found = code(f"{name}.weight", None)
                 if found is not None:

@@ -91,7 +91,7 @@ def prefill(
     softmax = c.softmax_clocks * area / (_BLOCK * _BLOCK)
     if c.tensor_rate:
         softmax *= min(1.0, c.tensor_rate * m.clock / rate)
-    tile = 4.0 * area * dim / (rate * c.tensor_share) * factor + softmax / m.clock  # exponentials are computed once
+    tile = 4.0 * area * dim / (rate * c.tensor_share) * factor + (2.0 if backward else 1.0) * softmax / m.clock
     if causal:  # block i of n sees everything before it and itself
         before = max(0, kv_len - q_len) / _BLOCK
         longest = before + count * width / _BLOCK

@@ -71,7 +71,10 @@ def collective_time(op: Op, cluster: Cluster) -> Timed:
         return Timed(measured.latency + op.link_bytes / measured.byte_rate, "link", measured.source, 0.05)
     m = machine(device)
     c = m.efficiency.collective
-    seconds = algorithm_time(m, c, kind, n, op.link_bytes, path(c, cluster, n, op.stride), op.dtype)
+    route = path(c, cluster, n, op.stride)
+    if op.rails and route.nodes > 1:
+        route = route._replace(outside=route.outside * min(1.0, op.rails / route.local))
+    seconds = algorithm_time(m, c, kind, n, op.link_bytes, route, op.dtype)
     return Timed(seconds, "link", m.source, m.spread("collective"))
 
 
@@ -120,11 +123,11 @@ def algorithm_time(
     if kind == "p2p":
         return start + _best_protocol(c, slow, 1, size, p, p.across)
     rounds = 2 if kind == "all_reduce" else 1
-    moved = size if kind == "broadcast" else (rounds * (n - 1) + c.local) / n * size
-    # NCCL gathers and scatters only in rings, which pass every rank of every node; sums cross nodes in trees.
-    hops = n - p.nodes if kind in ("all_gather", "reduce_scatter") else rounds * (p.local - 1 if p.nodes > 1 else n - 1)
+    moved = size if kind in ("broadcast", "reduce") else (rounds * (n - 1) + c.local) / n * size
+    # NCCL runs all but all-reduces only in rings, which pass every rank of every node; those cross nodes in trees.
+    hops = n - p.nodes if kind != "all_reduce" else rounds * (p.local - 1 if p.nodes > 1 else n - 1)
     best = _best_protocol(c, slow, hops, moved, p, rounds * (p.nodes - 1) * p.across)
-    if kind not in ("all_reduce", "broadcast"):
+    if kind != "all_reduce":
         return start + best
     levels = rounds * log2(max(2, p.local)) if p.local > 1 else 0.0
     fixed = levels * (slow * c.tree_hop + p.hop) + rounds * log2(p.nodes) * p.across

@@ -44,6 +44,7 @@ def peak_flops(device: Device, dtype: str) -> float:
 def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | None:
     """The measured rate of a kind of operator, most specific key first; None if it was not measured."""
     rates = device.rates
+    kind = "cast" if kind == "accumulate" else kind  # as many passes over memory per byte
     return rates.get(f"{kind}.{direction}.{dtype}") or rates.get(f"{kind}.{dtype}")
 
 

@@ -23,6 +23,9 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.scheduling import OWN, Limits, Scheduling, engine_name
 from ridgeline.techniques.technique import Technique
 
+FEW_ROWS = 8
+"""Maximum number of rows for which a product is bound by reading the weights, and engines have special kernels."""
+
 
 @dataclass(frozen=True)
 class EngineCosts:
@@ -90,6 +93,14 @@ class EngineCosts:
     """Maximum bytes per clock and multiprocessor at which they do."""
     code_bytes: float = math.inf
     """The same for 4-bit weights."""
+    half_sums: bool = False
+    """Whether products of 16-bit operands are summed in 16 bits, which GeForce cards do at twice the rate."""
+    wide: bool = False
+    """Whether everything but the products' operands is in fp32: operands are converted before, results after."""
+    head_bits: float = 16.0
+    """Bits of the head's weights, scales included, where the layers' have 4."""
+    drained_tokens: int = 0
+    """Number of prompt tokens in pieces that overlap over cards, before the next ones start; 0: all."""
     hop_s: float = 0.0
     """Seconds to pass a token or a chunk of a prompt to the next card, where the layers are distributed over cards."""
     logit_reads: int = 1
@@ -176,10 +187,10 @@ ENGINES: dict[str, EngineCosts] = {
         EngineCosts(
             "llama.cpp", "llama.cpp (May 2024), CUDA, without CUDA graphs and fused attention", False,
             dispatch_s=0.0, iteration_s=0.2e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
-            prefill_share=0.80, request_s=0.0,
+            prefill_share=0.90, request_s=0.0,
             max_num_seqs=1, max_num_batched_tokens=512, chunked=True, reserves=True, shares=False,
             fused=False, flash=False, gap_s=7e-6, stream_share=0.93, stream_bytes=7.6, hop_s=0.25e-3, expand_share=0.80,
-            one_shot=False,
+            one_shot=False, half_sums=True, wide=True, head_bits=6.5625, drained_tokens=2048,
             source="fitted to llama3-8b and 70b f16 on RTX 3090 and A100; hop_s: to 2, 4 and 6 RTX 3090",
         ),
         EngineCosts(
@@ -297,11 +308,39 @@ def fuse(g: Graph, engine: EngineCosts, model: ModelSpec) -> Graph:
     def each(b: Block) -> None:
         if engine.fused:
             _fuse(b, model)
+        if engine.wide:
+            b.forward = _widened(b.forward)
         b.forward = [
             changed(o, kernel=engine.kernel) if o.kind == "attention" and o.kernel != LATENT else o for o in b.forward
         ]
 
-    return g.each_block(each, layers_only=True)
+    g.each_block(each, layers_only=True)
+    if engine.head_bits < 16 and any(o.weight_dtype == "int4" for b in g.blocks for o in b.forward):
+        for b in g.blocks:
+            b.forward = [_fewer_bits(o, engine.head_bits) if o.name == "head.out" else o for o in b.forward]
+    return g
+
+
+def _widened(ops: list[Op]) -> list[Op]:
+    """Twice the bytes of everything but products, and conversions of the operands and results of large ones."""
+    out: list[Op] = []
+    for o in ops:
+        if o.kind not in ("gemm", "bmm"):
+            out.append(o if o.axis or o.kind == "attention" else changed(o, bytes=2 * o.bytes))
+            continue
+        *_, rows, columns, inner = o.shape
+        batch = o.shape[0] if o.kind == "bmm" else 1
+        out.append(o)
+        if rows > FEW_ROWS:
+            moved = 6.0 * batch * rows * (inner + columns)
+            out.append(Op(f"{o.name}.convert", o.module, "softmax" if o.kind == "bmm" else "cast", bytes=moved,
+                          dtype=o.dtype))  # fmt: skip
+    return out
+
+
+def _fewer_bits(op: Op, bits: float) -> Op:
+    _, out, inner = op.shape
+    return changed(op, weight_bytes=out * inner * bits / 8, bytes=op.bytes - out * inner * (2 - bits / 8))
 
 
 def _fuse(b: Block, model: ModelSpec) -> None:

@@ -17,7 +17,7 @@ from ridgeline.graph import Graph, Op, tokens_graph
 from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.kernel import op_time
-from ridgeline.predict.serving.engine_costs import EngineCosts, fuse
+from ridgeline.predict.serving.engine_costs import FEW_ROWS, EngineCosts, fuse
 from ridgeline.predict.serving.weight_transfers import weight_transfers
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.experiment import Experiment
@@ -28,8 +28,6 @@ from ridgeline.techniques.technique import Technique
 
 GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
         12288, 16384, 32768, 65536, 131072)  # fmt: skip
-FEW_ROWS = 8
-"""Maximum number of rows for which a product is bound by reading the weights, and engines have special kernels."""
 ATTENTION = ("attention", "bmm", "softmax", "mask")
 
 

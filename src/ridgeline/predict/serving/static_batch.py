@@ -104,6 +104,11 @@ def engine_times(
     ``cluster``s in sequence; a token passes through one after another, the chunks of a prompt are pipelined.
     """
     last = w.prompt_len + w.output_len
+    if engine.half_sums and cluster.device.half_sums > 1:
+        device = cluster.device
+        rates = {k: v * device.half_sums for k, v in device.peak_flops.items() if k in ("fp16", "bf16")}
+        faster = device.model_copy(update={"peak_flops": device.peak_flops | rates})
+        cluster = cluster.model_copy(update={"device": faster})
     surface = Iterations(e, techniques, cluster, engine, (w.prompt_len, last))
     space = room(e, surface, engine, e.micro_batch_size * w.prompt_len)
     batch = max(1, min(e.micro_batch_size, space.tokens // (w.prompt_len + BLOCK)))
@@ -114,7 +119,11 @@ def engine_times(
     if engine.chunked and batch == 1 and w.prompt_len > piece:
         pieces = [(min(piece, w.prompt_len - at), at) for at in range(0, w.prompt_len, piece)]
         parts = [surface.mixed([p], 0, 0) for p in pieces]
-        first = now + sum(parts[:-1]) / stages + parts[-1] + hops  # the last waits for those before it at one stage
+        group = max(1, engine.drained_tokens // piece) if stages > 1 and engine.drained_tokens else len(parts)
+        first = now
+        for at in range(0, len(parts), group):  # the last waits for those before it at one stage
+            some = parts[at : at + group]
+            first += sum(some[:-1]) / stages + some[-1] + hops
         return first, surface.mixed([], 1, round(w.prompt_len + w.output_len / 2)) + hops, waves
     for start in range(0, batch, per):
         n = min(per, batch - start)

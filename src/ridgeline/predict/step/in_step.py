@@ -13,6 +13,7 @@ import math
 from typing import NamedTuple
 
 from ridgeline.graph.graph import BIASED, PORTABLE, Op
+from ridgeline.predict.operators.kernel import peak_flops
 from ridgeline.spec.device import Cluster, Device
 
 
@@ -24,7 +25,9 @@ class InStepFactors(NamedTuple):
     attention: float = 1.0
     """Fused attention."""
     biased: float = 1.0
-    """Fused attention that adds a bias to its scores."""
+    """Fused attention that adds a bias to its scores, with heads of 128."""
+    narrow: float = 1.0
+    """The same with heads of up to 64, relative to 128."""
     portable: float = 1.0
     """Fused attention with Ampere kernels on a newer device."""
     pointwise: float = 1.0
@@ -34,13 +37,21 @@ class InStepFactors(NamedTuple):
     """The same where they are fused into one kernel, by hand or by a compiler."""
     dispatch: float = 0.0
     """Seconds that the host takes to launch one operator; the device waits when it is faster."""
+    sustained: float = 1.0
+    """Share of the peak that matrix products sustain at the power limit."""
     spread: float = 0.0
     """Relative standard deviation of one rank's step time: a step ends with the slowest of its ranks."""
 
-    def of(self, op: Op) -> float:
-        """The factor of an operator."""
+    def seconds(self, op: Op, alone: float, device: Device) -> float:
+        """Seconds of an operator that takes ``alone`` by itself."""
         name = group(op.kind, op.kernel)
-        return getattr(self, name) if name else 1.0
+        took: float = alone * getattr(self, name) if name else alone
+        if name == BIASED and op.shape and op.shape[-1] <= NARROW:
+            took *= self.narrow
+        if name == "gemm" and self.sustained < 1.0:
+            lasting = self.sustained * peak_flops(device, op.dtype) * (2 if op.sparse else 1)
+            return max(took, op.flops / lasting)
+        return took
 
     def straggling(self, ranks: int) -> float:
         """Relative delay of the slowest of ``ranks``: the expected maximum of n normal variables is about √(2 ln n)
@@ -48,18 +59,32 @@ class InStepFactors(NamedTuple):
         return self.spread * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
 
 
-_GROUP = {"gemm": "gemm", "bmm": "gemm", "attention": "attention", "optimizer": "", "clip": "", "quantize": ""}
-_A100_FLOPS_PER_JOULE = 312e12 / 400
-_THROTTLE = 0.31
-_MOST_THROTTLED = 1.2
+_GROUP = {"gemm": "gemm", "bmm": "gemm", "attention": "attention", "optimizer": "", "clip": "", "quantize": "",
+          "accumulate": ""}  # fmt: skip
+_HOT = 0.60
+"""Share of its peak that an H100 SXM sustains at its power limit (see :func:`sustained_share`)."""
+_FLOPS_PER_JOULE = {"hopper": 989.4e12 / 700, "blackwell": 2250e12 / 1000}
+"""Peak by power limit of the cards of an architecture that the share is stated for; Blackwell's share is assumed to be
+Hopper's. Cards of earlier architectures have watts to spare."""
 GROUPS = ("gemm", "attention", "biased", "pointwise", "fused")
+NARROW = 64
+"""Width of a head up to which FlashAttention's first generation is closer to the second."""
 ALONE = InStepFactors()
 """Operators as timed in isolation."""
 TRAINING = InStepFactors(
-    gemm=1.075, attention=1.075, biased=1.82, portable=1.6, pointwise=2.30, fused=1.50, dispatch=5e-5, spread=0.004
+    gemm=1.075,
+    attention=1.075,
+    biased=1.66,
+    narrow=0.8,
+    portable=1.6,
+    pointwise=2.45,
+    fused=1.50,
+    dispatch=5e-5,
+    spread=0.004,
 )
-"""gemm, biased, pointwise: fitted on llm-foundry's published runs, which all have ALiBi. Kernels that take a bias are
-of FlashAttention's first generation; the second is twice as fast (arXiv:2307.08691, figure 4). fused: on Megatron-LM's.
+"""biased, narrow, pointwise: fitted on llm-foundry's published runs, which all have ALiBi. Kernels that take a bias are
+of FlashAttention's first generation; the second is twice as fast with heads of 128, less with 64 (arXiv:2307.08691,
+figure 4). gemm, fused: on Megatron-LM's, which llm-foundry's alone would have at 1.02 and 1.7, and others worse.
 attention: as hot as gemm (assumption). portable: FlashAttention-3 is 1.5 to 2 times as fast forward, 1.5 to 1.75
 backward (arXiv:2407.08608). dispatch: Python, autograd and the several kernels of one operator in an eager
 framework; a 7B Llama of Hugging Face decodes a token in 25 ms whatever the GPU, 16 operators a layer (assumption; the
@@ -67,6 +92,9 @@ published fine-tuning runs of one short sequence agree). spread: assumption, whi
 to a hundred."""
 FUSED_DISPATCH = 8e-6
 """Seconds to launch one fused kernel (assumption)."""
+FETCH = 2.5e-4
+"""Seconds of the host to gather and release one tensor in DeepSpeed's hooks (from full fine-tuning of Qwen on one and
+two cards, whose steps of short sequences take as long as ones of 2048 tokens)."""
 
 
 def group(kind: str, kernel: str = "") -> str:
@@ -81,19 +109,21 @@ def training_factors(cluster: Cluster, fused: bool) -> InStepFactors:
         return ALONE
     if device.rates:
         return ALONE._replace(spread=TRAINING.spread)
-    hot = TRAINING._replace(gemm=TRAINING.gemm * throttle(device))
+    hot = TRAINING._replace(sustained=sustained_share(device))
     return hot._replace(pointwise=TRAINING.fused, dispatch=FUSED_DISPATCH) if fused else hot
 
 
-def throttle(device: Device) -> float:
-    """How much longer matrix products take once the power limit has lowered the clock.
+def sustained_share(device: Device) -> float:
+    """The share of a device's peak that matrix products sustain for minutes at its power limit.
 
-    A short measurement runs at the boost clock, a training run does not: the more FLOP/s per watt the datasheet
-    promises, the less is sustained. 1 on an A100, on whose runs the factors are fitted, and 1.2 on an H100, which gives
-    the published 41 and 43 % of the peak of Llama 3 405B at 8192 tokens (arXiv:2407.21783, table 4).
+    A short measurement runs at the boost clock, a training run does not. This limits the kernels that come closest to
+    the peak, not those that wait for memory or for launches. 0.6 on an H100 gives the published 41 to 43 % of the peak
+    of Llama 3 405B at 8192 tokens (arXiv:2407.21783, table 4) and Nemotron-4 340B (arXiv:2406.11704, table 2). A card
+    of less power loses by its square root: dynamic power grows with the square of the clock or faster, as voltage does.
     """
-    peak = device.peak_flops.get("bf16") or device.peak_flops.get("fp16") or 0.0
-    if not device.watts or not peak:
+    peak = device.peak_flops.get("bf16", 0.0)
+    usual = _FLOPS_PER_JOULE.get(device.architecture)
+    if not device.watts or not peak or usual is None:
         return 1.0
-    factor: float = (peak / device.watts / _A100_FLOPS_PER_JOULE) ** _THROTTLE
-    return min(_MOST_THROTTLED, max(1.0, factor))
+    share: float = _HOT * math.sqrt(usual * device.watts / peak)
+    return min(1.0, share)

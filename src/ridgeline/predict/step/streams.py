@@ -13,7 +13,7 @@ from ridgeline.predict.machine import machine
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.host_work import COPIES, host_time
 from ridgeline.predict.operators.kernel import Timed, op_time, roof_seconds
-from ridgeline.predict.step.in_step import ALONE, InStepFactors
+from ridgeline.predict.step.in_step import ALONE, FETCH, InStepFactors
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.result import Row
 
@@ -130,7 +130,8 @@ class BlockTimes:
 
 def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> float:
     """Seconds of any operator: compute, collective or copy."""
-    return timed_of(op, cluster).seconds * (1.0 if op.axis else factors.of(op))
+    alone = timed_of(op, cluster).seconds
+    return alone if op.axis else factors.seconds(op, alone, cluster.device)
 
 
 def timed_of(op: Op, cluster: Cluster) -> Timed:
@@ -156,7 +157,10 @@ def block_times(b: Block, cluster: Cluster, factors: InStepFactors = ALONE) -> B
     if factors.dispatch:
         for name in ("forward", "backward"):
             gpu = getattr(t, name)
-            host = len(getattr(b, name)) * factors.dispatch
+            called = [o for o in getattr(b, name) if o.kind != "accumulate"]  # which autograd does by itself
+            fetched = sum(o.rails > 0 for o in b.gather_forward)  # one tensor each
+            fetched *= 2 if name == "backward" and any(o.recompute for o in called) else 1
+            host = len(called) * factors.dispatch + fetched * FETCH
             if host > gpu:
                 setattr(t, name, host)
                 t.dispatch += host - gpu
@@ -248,15 +252,17 @@ def _micro_batch(s: Streams, g: Graph, times: list[BlockTimes], last: bool) -> N
             end = s.run(_label(b, i), "forward", t.forward, ready, t.forward_inline)
             for stream, seconds in t.store:
                 s.send(f"store {b.name}", seconds, end, stream)
-    before = s.compute
-    for t in reversed(times):
-        b = t.block
-        for i in reversed(range(b.repeat)):
-            ready = _fetch(s, t.gather_backward, b.name, before)
-            before = max(s.compute, ready)
-            end = s.run(_label(b, i), "backward", t.backward, ready, t.backward_inline)
-            if g.overlap_reduce and (last or g.reduce_every_micro_batch):
-                _reduce(s, t, end)
+    blocks = [(t, i) for t in reversed(times) for i in reversed(range(t.block.repeat))]
+    ready = _fetch(s, blocks[0][0].gather_backward, blocks[0][0].block.name, s.compute)
+    for (t, i), (after, _) in zip(blocks, [*blocks[1:], (None, 0)], strict=True):
+        start = max(s.compute, ready)
+        end = s.run(_label(t.block, i), "backward", t.backward, ready, t.backward_inline)
+        if after and not g.gathers_after_reduction:
+            ready = _fetch(s, after.gather_backward, after.block.name, start)
+        if g.overlap_reduce and (last or g.reduce_every_micro_batch):
+            _reduce(s, t, end)
+        if after and g.gathers_after_reduction:
+            ready = _fetch(s, after.gather_backward, after.block.name, start)
     if last and not g.overlap_reduce:
         for t in reversed(times):
             for _ in range(t.block.repeat):
@@ -321,6 +327,13 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
             waited += n * t.dispatch
     each = g.accumulation / ranks
     send = collective_time(pipe.send, cluster).seconds if pipe.send else 0.0
+    if pipe.waits:  # a transfer is part of what every stage does
+        last = len(forward) - 1
+        forward = [f + (send if i < last else 0.0) for i, f in enumerate(forward)]
+        backward = [b + (send if i else 0.0) for i, b in enumerate(backward)]
+        exposed += 2 * last * send
+        communication += 2 * last * send
+        send = 0.0
     timeline = run_schedule(
         pipe.schedule, ranks, g.accumulation, tuple(forward), tuple(backward), tuple(weight), send, chunks, record
     )
@@ -374,9 +387,9 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
     timed: dict[tuple[str, str, str, str], Timed] = {}
     for op, count in step_ops(g):
         key = (op.phase, op.module, op.name, op.kind)
-        timed[key] = one = timed_of(op, cluster)
+        timed[key] = timed_of(op, cluster)
         n = count * times
-        seconds, roof = (one.seconds, 0.0) if op.axis else (one.seconds * factors.of(op), roof_seconds(op, device))
+        seconds, roof = seconds_of(op, cluster, factors), 0.0 if op.axis else roof_seconds(op, device)
         old = sums.get(key)
         if old is None:
             sums[key] = [seconds * n, n, op.flops * n, op.bytes * n, op.link_bytes * n, roof * n]

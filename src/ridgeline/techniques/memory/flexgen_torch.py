@@ -13,12 +13,11 @@ from torch import Tensor
 
 from ridgeline.nn.memory.cache_tiers import CacheDisk, HostCache
 from ridgeline.nn.memory.hidden_tiers import HiddenStates
-from ridgeline.nn.memory.layer_stream import LayerStream, layer_tensors, size_of
-from ridgeline.nn.memory.meter import return_freed_memory
-from ridgeline.nn.memory.tiered_store import PAGE, mark_host
+from ridgeline.nn.memory.layer_stream import LayerStream
+from ridgeline.nn.memory.tiered_store import mark_host
 from ridgeline.nn.model.attention import CacheOf, LayerCache
 from ridgeline.runtime.build import Build
-from ridgeline.runtime.resting_weights import RestingWeights
+from ridgeline.runtime.resting_weights import rest_layers
 
 
 def spread_over_tiers(
@@ -49,15 +48,7 @@ def _place_weights(run: Build, tiers: Sequence[str], folder: Path, ahead: int) -
     if not names:
         return
     modules = [run.model.layers[name] for name in names]
-    groups = [layer_tensors(module) for module in modules]
-    on_disk = [tiers[int(name)] == "disk" for name in names]
-    need = sum(size_of(group) + PAGE for group, disk in zip(groups, on_disk, strict=True) if disk)
-    rest = {disk: RestingWeights(run, folder if disk else None, need) for disk in set(on_disk)}
-    sources = [
-        rest[disk].put(group, [(f"layers.{name}.{t.name}", None) for t in group])
-        for name, group, disk in zip(names, groups, on_disk, strict=True)
-    ]
-    return_freed_memory()
+    groups, sources = rest_layers(run, names, [folder if tiers[int(name)] == "disk" else None for name in names])
     stream = LayerStream(groups, sources, run.device, ahead)
     stream.follow(modules)
     run.buffers += stream.tensors()

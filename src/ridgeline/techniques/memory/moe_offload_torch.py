@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.memory.expert_cache import ExpertCache, Policy
-from ridgeline.nn.memory.layer_stream import layer_tensors, size_of
+from ridgeline.nn.memory.layer_stream import LayerTensor, Source, layer_tensors, size_of
 from ridgeline.nn.memory.meter import return_freed_memory
 from ridgeline.nn.memory.tiered_store import PAGE
 from ridgeline.nn.model.moe import Experts, MoE
@@ -25,18 +25,24 @@ def offload_experts(
     """Move all experts to host memory, or to disk if ``folder`` is given; each layer caches ``keep`` of them on the
     device, and prefetches ``guesses`` experts per token for the next layer."""
     named = {name: block.mlp for name, block in run.model.layers.items() if isinstance(block.mlp, MoE)}
-    experts: list[PackedExperts] = []
-    for moe in named.values():
+    elements = {name: sum(p.numel() for p in moe.experts.parameters()) for name, moe in named.items()}
+    groups: list[list[list[LayerTensor]]] = []
+    sources: list[list[Source]] = []
+    rest: RestingWeights | None = None
+    for name, moe in named.items():  # one layer's are read at a time, where loading left that for later
+        run.model.complete(name)
         if isinstance(moe.experts, Experts):
             moe.experts = _one_by_one(moe.experts)  # type: ignore[assignment]
-        experts.append(moe.experts)  # type: ignore[arg-type]
-    groups = [[layer_tensors(nn.ModuleDict(x.modules_of(e))) for e in range(len(x.up_proj))] for x in experts]
-    rest = RestingWeights(run, folder, sum(size_of(t) + PAGE for layer in groups for t in layer))
-    sources = [
-        [rest.put(tensors, [(f"layers.{name}.mlp.experts.{t.name.partition('.')[0]}", e) for t in tensors])
-         for e, tensors in enumerate(layer)]
-        for name, layer in zip(named, groups, strict=True)
-    ]  # fmt: skip
+        held: PackedExperts = moe.experts  # type: ignore[assignment]
+        experts = [layer_tensors(nn.ModuleDict(held.modules_of(e))) for e in range(len(held.up_proj))]
+        if rest is None:
+            share = sum(elements.values()) / max(1, elements[name])
+            rest = RestingWeights(run, folder, round(share * sum(size_of(t) + PAGE for t in experts)))
+        sources.append([
+            rest.put(t, [(f"layers.{name}.mlp.experts.{x.name.partition('.')[0]}", e) for x in t])
+            for e, t in enumerate(experts)
+        ])  # fmt: skip
+        groups.append(experts)
     return_freed_memory()
     cache = ExpertCache(groups, sources, run.device, keep, staging, policy)
     run.buffers += [b.buffer for b in cache.buffers]

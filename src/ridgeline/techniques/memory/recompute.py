@@ -12,7 +12,6 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.sizes import Size, say_size
-from ridgeline.techniques.parts import Part
 from ridgeline.techniques.registry import has, refuse, registry
 from ridgeline.techniques.technique import Ask, Card, Phase, Technique
 
@@ -52,10 +51,6 @@ class Recompute(Technique):
     selective_blocks: int | None = Field(default=None, ge=0)
     """With policy budget: how many of the following blocks recompute their score matrix; chosen with
     ``full_blocks``."""
-
-    def changes(self) -> frozenset[Part]:
-        """Selective recomputation rebuilds attention with its unfused operators."""
-        return self.card.changes | ({"plain_attention"} if self.policy == "selective" else frozenset())
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -161,14 +156,19 @@ class Recompute(Technique):
         # The model has no dropout, so there is no random state to restore.
         again = partial(partial, checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=self.early_stop)
         kinds = self.kinds(run.model.spec.num_layers)
+        cores: list[SelfAttention] = []
         for name, block in run.model.layers.items():
             kind = kinds[int(name)]
             if kind == "full":
                 block.forward = again(block.forward)
             elif kind == "selective":
-                for module in block.modules():
-                    if isinstance(module, SelfAttention):
-                        module.backend = replace(module.backend, function=again(module.backend.function))
+                cores += [m for m in block.modules() if isinstance(m, SelfAttention)]
+
+        def wrap() -> None:  # whatever kernel a later technique has chosen
+            for module in cores:
+                module.backend = replace(module.backend, function=again(module.backend.function))
+
+        run.hooks.filled.append(wrap)
 
 
 def _blocks(e: Experiment) -> int:

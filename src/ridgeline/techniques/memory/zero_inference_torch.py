@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from ridgeline.nn.memory.layer_stream import LayerStream, layer_tensors, size_of
-from ridgeline.nn.memory.meter import return_freed_memory
-from ridgeline.nn.memory.tiered_store import PAGE
+from ridgeline.nn.memory.layer_stream import LayerStream
 from ridgeline.runtime.build import Build
-from ridgeline.runtime.resting_weights import RestingWeights
+from ridgeline.runtime.resting_weights import rest_layers
 
 
 def stream_layers(run: Build, streamed: Collection[int], folder: Path | None, ahead: int) -> None:
@@ -19,13 +17,7 @@ def stream_layers(run: Build, streamed: Collection[int], folder: Path | None, ah
     if not names:
         return
     modules = [run.model.layers[name] for name in names]
-    layers = [layer_tensors(module) for module in modules]
-    rest = RestingWeights(run, folder, sum(size_of(layer) + PAGE for layer in layers))
-    sources = [
-        rest.put(layer, [(f"layers.{name}.{t.name}", None) for t in layer])
-        for name, layer in zip(names, layers, strict=True)
-    ]
-    return_freed_memory()
+    layers, sources = rest_layers(run, names, [folder] * len(names))
     stream = LayerStream(layers, sources, run.device, ahead)
     stream.follow(modules)
     run.buffers += stream.tensors()

@@ -53,6 +53,9 @@ class PipelineParallel(Technique):
     and the head, take fewer if the predictor finds that faster, or if the plan does not fit otherwise."""
     layers: tuple[int, ...] | None = None
     """Number of layers of every stage, in order; None: determined by ``balance``."""
+    overlap: bool = True
+    """Whether transfers between stages run beside computation; Megatron-LM of 2021 waits for each: predicted, not yet
+    run."""
 
     def axes(self) -> dict[str, int]:
         """The outermost mesh axis."""
@@ -140,7 +143,7 @@ class PipelineParallel(Technique):
         """Set the step's stages; a tied head has its own copy of the embedding on the last stage."""
         if not e.is_training:
             return self._in_turn(g, e)
-        pipe = Pipeline(self.degree, self.schedule, self.chunks, self.layers or ())
+        pipe = Pipeline(self.degree, self.schedule, self.chunks, self.layers or (), waits=not self.overlap)
         g.pipeline = pipe
 
         def connect(graph: Graph) -> None:
@@ -191,6 +194,8 @@ class PipelineParallel(Technique):
     def build(self, run: TrainBuild) -> None:
         """Keep this rank's stages; PyTorch's runtime executes the schedule's action list."""
         from ridgeline.techniques.parallel.pipeline_torch import PipelineRuntime
+
+        self.needs(self.overlap, "overlap=false can be predicted, not yet run", "drop it")
 
         total = run.experiment.model.num_layers
         counts = self.layers or even(total, self.degree * self.chunks)

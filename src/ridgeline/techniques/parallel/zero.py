@@ -63,8 +63,12 @@ class Zero(Technique):
     """Free a layer's gathered parameters after its forward pass and gather them again for backward. None: in stage 3,
     but not in a pipeline, where it would happen for every micro-batch."""
     gathered: Literal["layer", "tensor"] | None = None
-    """What one collective gathers: a layer, or one parameter tensor of it (DeepSpeed's first releases): predicted, not
-    yet run."""
+    """What one collective gathers: a layer, or one parameter tensor of it (DeepSpeed's first releases, over one network
+    card at a time). In stages 1 and 2, whole tensors then belong to ranks, to which their gradients are reduced and
+    from which they are broadcast (InternEvo). Predicted, not yet run."""
+    backward_prefetch: Literal["pre", "post"] = "pre"
+    """Gather the next layer's parameters in backward before this layer's gradients are computed, or only after they
+    have been (PyTorch's first FSDP, as Composer uses it): predicted, not yet run."""
     prefetch: int = Field(default=1, ge=0)
     """Number of layers whose parameters are gathered ahead of use, in forward and backward."""
 
@@ -163,6 +167,9 @@ class Zero(Technique):
             if reshard:
                 g.layer_gathers = gathers(pipe.schedule, pipe.degree, g.accumulation, pipe.chunks)
         g.keep_gathered = not reshard
+        g.gathers_after_reduction = self.backward_prefetch == "post"
+        if self.gathered == "tensor":
+            g.closing.append(_gather_to_recompute)
         g.reduce_every_micro_batch = self.stage >= 2 and not pipe
         for b in g.blocks:
             for p in b.params:
@@ -190,15 +197,22 @@ class Zero(Technique):
         early = self.stage == 2 and not g.pipeline
         g.reduce_every_micro_batch = early
         g.gradients_resident = self.stage == 1
+        tensors = max(1, sum(n for p, n in g.params if p.trainable))
         for b in g.blocks:
             for p in b.params:
                 p.state_shards = max(1, ranks // p.spread)
                 p.grad_shards = p.state_shards if early else 1
-            b.reduce += reductions(b, "reduce_scatter", ranks, stride)
             sizes: dict[int, float] = {}
             for p in (p for p in b.params if p.trainable):
                 sizes[p.spread] = sizes.get(p.spread, 0.0) + p.numel * p.bytes_per_element
-            b.after_update += [changed(o, direction="update") for o in self._all_gathers(sizes, ranks, stride)]
+            fresh = [changed(o, direction="update") for o in self._all_gathers(sizes, ranks, stride)]
+            summed = reductions(b, "reduce_scatter", ranks, stride)
+            if self.gathered == "tensor":
+                share = min(1.0, ranks / tensors)  # of its tensors, each of which goes its own way
+                parts = max(1, round(share * sum(p.trainable for p in b.params)))
+                fresh, summed = _one_by_one(fresh, "broadcast", parts), _one_by_one(summed, "reduce", parts)
+            b.reduce += summed
+            b.after_update += fresh
 
     def _gathers(self, blocks: list[Block], ranks: int, stride: int) -> list[Op]:
         """The gathers before some blocks."""
@@ -215,7 +229,7 @@ class Zero(Technique):
         gathered."""
         return [
             Op("all_gather", "communication", "all_gather", "forward", bytes=size, link_bytes=size,
-               ranks=ranks // spread, axis="dp", stride=stride * spread)
+               ranks=ranks // spread, axis="dp", stride=stride * spread, rails=int(self.gathered == "tensor"))
             for spread, size in sizes.items()
             if ranks // spread > 1
         ]  # fmt: skip
@@ -226,6 +240,8 @@ class Zero(Technique):
         16-bit weights with master copies are replicated in stages 1 and 2, and only their update is sharded.
         """
         self.needs(self.gathered != "tensor", "gathered=tensor can be predicted, not yet run", "use gathered=layer")
+        self.needs(self.backward_prefetch == "pre", "backward_prefetch=post can be predicted, not yet run",
+                   "use backward_prefetch=pre")  # fmt: skip
         if run.update.weights_16bit is not None and self.stage < 3:
             from ridgeline.techniques.parallel.zero_torch import ShardedUpdate
 
@@ -316,3 +332,24 @@ class Zero(Technique):
         for i, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + n])
             layer.set_modules_to_backward_prefetch(layers[max(0, i - n) : i][::-1])
+
+
+_REUSED = 2e9
+"""Bytes of 16-bit parameters within which DeepSpeed keeps one that is used again (stage3_max_reuse_distance: 1e9)."""
+
+
+def _gather_to_recompute(g: Graph) -> None:
+    """A layer is gathered to be recomputed; what is not used again soon is freed, and gathered again for gradients."""
+    for b in g.blocks:
+        if any(o.recompute for o in b.backward):
+            gathers, after = b.gather_backward, 0.0
+            for o in reversed(gathers):
+                if 2 * after > _REUSED:  # what is used in between, forward and backward
+                    b.gather_backward = [*b.gather_backward, o]
+                after += o.link_bytes
+
+
+def _one_by_one(ops: list[Op], kind: str, parts: int) -> list[Op]:
+    """Each collective as ``parts`` of another kind, one after the other and over all network cards."""
+    return [changed(o, name=kind, kind=kind, bytes=o.bytes / parts, link_bytes=o.link_bytes / parts, rails=0)
+            for o in ops for _ in range(parts)]  # fmt: skip

@@ -122,6 +122,7 @@ def _all_low(g: Graph, dtype: str) -> Graph:
     """Everything except statistics and dropout masks is 16-bit; the loss is computed in 32 bits."""
     g.weights_16bit = True
     g.gradients_resident = True  # accumulated in place, in fp32
+    g.closing.append(_sum_gradients)
     g.residual /= 2
     g.optimizer_bytes += 4.0
 
@@ -145,6 +146,20 @@ def _all_low(g: Graph, dtype: str) -> Graph:
         if "logits" in b.saved:  # the loss is taken in fp32 on a copy
             b.workspace = 2 * b.saved["logits"].bytes
     return g
+
+
+def _sum_gradients(g: Graph) -> None:
+    """Add each micro-batch's 16-bit gradients to their fp32 sums: 2 bytes per element read, 4 read and 4 written."""
+    if g.fused_update:  # gradients are used up one by one
+        return
+    for b in g.blocks:
+        sizes = {p.name: p.numel for p in b.params if p.trainable and p.grad_shards == 1}
+        b.backward = [
+            new for op in b.backward for new in (op, *(
+                [Op(f"{op.name}.sum", op.module, "accumulate", "backward", 0, 10.0 * sizes[op.param], op.dtype)]
+                if op.role == "weight_gradient" and op.param in sizes else []
+            ))
+        ]  # fmt: skip
 
 
 def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
