@@ -259,17 +259,15 @@ class Trainer:
         """The loss over all ranks, the gradients' norm, whether any rank received a stop signal, and whether rank 0
         considers training done. The only wait for the device of a step."""
         finished = self.rank == 0 and self.run.hooks.finished()
-        report = torch.stack([loss.double(), norm.to(loss.device, torch.float64)])
-        flags = (self.stop_requested, finished)
-        if self.world > 1:
-            marks = to_device(torch.tensor(flags, dtype=torch.float64), self.device)
-            report = torch.cat([report, marks])
-            if self.rank:
-                report[1] = 0.0  # the norm is the same on every rank
-            dist.all_reduce(report)
-        value, size, *marked = report.tolist()
-        stop, done = (mark > 0 for mark in marked) if marked else flags
-        return value, size, stop, done
+        value, flags = loss.double().view(1), (self.stop_requested, finished)
+        size = norm.to(loss.device, torch.float64).view(1)  # the same on every rank
+        if self.world == 1:
+            mean, length = torch.cat([value, size]).tolist()
+            return mean, length, *flags
+        report = torch.cat([value, to_device(torch.tensor(flags, dtype=torch.float64), self.device)])
+        dist.all_reduce(report)
+        mean, stop, done, length = torch.cat([report, size]).tolist()
+        return mean, length, stop > 0, done > 0
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
         """Run steps to the end of the workload, passing each to ``watch``, which returns whether to stop."""
