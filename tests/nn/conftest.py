@@ -36,6 +36,9 @@ _FALCON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_att
 _DEEPSEEK = {**_LLAMA, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
              "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
              "n_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}  # fmt: skip
+_LLAMA4 = {**_LLAMA, "head_dim": 8, "intermediate_size_mlp": 56, "num_hidden_layers": 4, "num_local_experts": 4,
+           "num_experts_per_tok": 1, "attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.3,
+           "pad_token_id": 0}  # fmt: skip
 
 CONFIGS = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -58,6 +61,17 @@ CONFIGS = {
         "max_window_layers": 0,
     },
     "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "llama4": {**_LLAMA4, "model_type": "llama4_text"},
+    "llama4_dense_between": {
+        **_LLAMA4,
+        "model_type": "llama4_text",
+        "use_qk_norm": False,
+        "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "no_rope_layer_interval": 2,
+        "num_hidden_layers": 2,
+    },
     "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         **_LLAMA,

@@ -29,11 +29,12 @@ _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"
 
 _POSITIVE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
              "attention_soft_cap", "logits_soft_cap", "local_rope_theta", "kv_lora_rank", "q_lora_rank", "value_dim",
-             "dense_intermediate_size", "router_scale")  # fmt: skip
+             "dense_intermediate_size", "router_scale", "query_temperature", "query_temperature_every")  # fmt: skip
 """Numbers that are None or positive."""
 _LATER = (*_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
           "joint_qk_norm", "rope_interleaved", "dense_layers", "shared_intermediate_size", "router_scores",
-          "router_score_bias", "router_groups", "router_groups_chosen")  # fmt: skip
+          "router_score_bias", "router_groups", "router_groups_chosen", "router_on_input", "chunked_window", "nope_layers",
+          "qk_norm_weight")  # fmt: skip
 """Fields that a dump leaves out at their defaults, so that the ids of experiments stored before them still hold."""
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
@@ -117,6 +118,8 @@ class ModelSpec(BaseModel):
     """RMSNorm over head_dim on queries and keys (Qwen3)."""
     joint_qk_norm: bool = False
     """Whether these norms are over all heads together (OLMo 2)."""
+    qk_norm_weight: bool = True
+    """Whether these norms have weights. Those without are in rotated layers only (Llama 4)."""
     kv_lora_rank: int | None = None
     """Width of the latent that keys and values are computed from in multi-head latent attention (DeepSeek-V2,
     arXiv:2405.04434, section 2.1); None: other attention."""
@@ -144,6 +147,16 @@ class ModelSpec(BaseModel):
     window_every: int = 1
     """With a sliding window: every N-th layer attends to everything nevertheless (Gemma 2, gpt-oss: layers 1, 3, 5, …;
     Gemma 3: every sixth); 1: none does."""
+    chunked_window: bool = False
+    """Whether windows are chunks: a token attends to those of its own chunk of ``sliding_window`` positions (Llama
+    4)."""
+    nope_layers: bool = False
+    """Whether the layers that attend to everything, where others have a window, have no rotary embedding (NoPE; Llama
+    4)."""
+    query_temperature: float | None = None
+    """In these layers the query at position p is multiplied by 1 + query_temperature · log(1 + ⌊(p + 1) /
+    query_temperature_every⌋) (arXiv:2501.19399; Llama 4); None: by 1."""
+    query_temperature_every: int | None = None
     attention_sinks: bool = False
     """One learned logit per head that absorbs attention (gpt-oss's sinks)."""
     attention_soft_cap: float | None = None
@@ -171,6 +184,8 @@ class ModelSpec(BaseModel):
     router_groups_chosen: int = 1
     router_scale: float | None = None
     """Multiplies the chosen experts' weights (DeepSeek); None: 1."""
+    router_on_input: bool = False
+    """Whether a token is weighted before its experts instead of their outputs (Llama 4)."""
     encoder_layers: int = 0
     """Layers of the encoder in an encoder-decoder model (spec only)."""
     embedding_multiplier: float | None = None
@@ -204,6 +219,8 @@ class ModelSpec(BaseModel):
             if (value := getattr(self, field)) is not None and value <= 0:
                 raise ValueError(f"{field} {value} is not positive")
         rotated = self.rotated
+        if self.rope_interleaved and not self.is_latent and self.rotary_dim is not None:
+            raise ValueError("rope_interleaved does not go with rotary_dim")
         if self.position == "rope" and (not 0 < rotated <= self.head_dim or rotated % 2):
             raise ValueError(f"rotary_dim {rotated} is not an even number up to head_dim {self.head_dim}")
         factors = self.rope_scaling.short_factor if self.rope_scaling else ()
@@ -219,9 +236,20 @@ class ModelSpec(BaseModel):
             raise ValueError("swigluoai is a gated activation")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
+        self._check_layers()
         self._check_latent()
         self._check_router()
         return self
+
+    def _check_layers(self) -> None:
+        if self.chunked_window and self.sliding_window is None:
+            raise ValueError("chunked_window needs a sliding_window")
+        if self.nope_layers and (self.sliding_window is None or self.window_every == 1 or self.position != "rope"):
+            raise ValueError("nope_layers needs rotary embedding, and windows in all layers but every N-th")
+        if self.query_temperature is not None and not (self.nope_layers and self.query_temperature_every):
+            raise ValueError("query_temperature needs nope_layers and query_temperature_every")
+        if not self.qk_norm_weight and (not self.qk_norm or self.joint_qk_norm or self.norm_offset):
+            raise ValueError("qk_norm_weight = false needs qk_norm over each head")
 
     def _check_latent(self) -> None:
         if self.kv_lora_rank is None:
@@ -333,6 +361,18 @@ class ModelSpec(BaseModel):
     def is_windowed_layer(self, index: int) -> bool:
         """Whether layer ``index`` attends to at most ``sliding_window`` tokens."""
         return self.sliding_window is not None and (self.window_every == 1 or (index + 1) % self.window_every != 0)
+
+    def is_rotated_layer(self, index: int) -> bool:
+        """Whether layer ``index`` has rotary embedding."""
+        return self.position == "rope" and (not self.nope_layers or self.is_windowed_layer(index))
+
+    def has_qk_norm(self, index: int) -> bool:
+        """Whether layer ``index`` normalizes queries and keys."""
+        return self.qk_norm and (self.qk_norm_weight or self.is_rotated_layer(index))
+
+    def layer_kind(self, index: int) -> tuple[bool, bool]:
+        """Layers of one kind are alike: whether it is a mixture, and whether it has a window that others have not."""
+        return self.is_moe_layer(index), self.window_every > 1 and self.is_windowed_layer(index)
 
     @property
     def windowed_layers(self) -> int:
@@ -460,7 +500,7 @@ class ModelSpec(BaseModel):
         yield from self._linear(f"{prefix}.k_proj", self.kv_size, h, self.qkv_bias, block)
         yield from self._linear(f"{prefix}.v_proj", self.kv_size, h, self.qkv_bias, block)
         yield from self._linear(f"{prefix}.o_proj", h, self.q_size, self.out_bias, block)
-        if self.qk_norm:
+        if self.qk_norm and self.qk_norm_weight:
             joint = self.joint_qk_norm
             yield Parameter(f"{prefix}.q_norm.weight", (self.q_size if joint else self.head_dim,), block)
             yield Parameter(f"{prefix}.k_norm.weight", (self.kv_size if joint else self.head_dim,), block)

@@ -32,7 +32,9 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, offset: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, offset: float
+    ) -> Tensor:
         y, rstd = _normalized(x, weight, eps, out_dtype, offset)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
@@ -43,7 +45,11 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         wide = _wide(x)
-        dy, w = dy.to(wide.dtype), weight.to(wide.dtype)
+        dy = dy.to(wide.dtype)
+        if weight is None:
+            share = (dy * wide).sum(-1, keepdim=True).mul_(rstd.pow(3)).div_(-x.shape[-1])
+            return (dy * rstd).addcmul_(wide, share).to(x.dtype), None, None, None, None
+        w = weight.to(wide.dtype)
         w = w + ctx.offset if ctx.offset else w
         p = dy * wide
         dw = torch.mv(p.flatten(0, -2).t(), rstd.flatten()).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -52,13 +58,16 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(x.dtype), dw, None, None, None
 
 
-def _normalized(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, offset: float) -> tuple[Tensor, Tensor]:
+def _normalized(
+    x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, offset: float
+) -> tuple[Tensor, Tensor]:
     """(y, r)."""
     wide = _wide(x)
-    weight = _wide(weight) + offset if offset else weight
+    weight = _wide(weight) + offset if weight is not None and offset else weight
     # vector_norm reads x once; square().mean() would write and re-read a tensor of the size of x.
     rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * rstd).mul_(weight).to(out_dtype), rstd
+    y = wide * rstd
+    return (y if weight is None else y.mul_(weight)).to(out_dtype), rstd
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -72,17 +81,19 @@ class RMSNorm(nn.Module):
     Under autocast the result comes in the autocast dtype, so that the linears that read it don't cast it each again.
     """
 
-    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
-        """``offset`` is added to the weight, in float32 (Gemma)."""
+    weight: nn.Parameter | None
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0, weighted: bool = True) -> None:
+        """``offset`` is added to the weight, in float32 (Gemma); not ``weighted``: there is no weight (Llama 4)."""
         super().__init__()
         self.eps, self.offset = eps, offset
-        self.weight = nn.Parameter(torch.ones(size))
+        self.register_parameter("weight", nn.Parameter(torch.ones(size)) if weighted else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` [..., size]; the statistics are float32 even if ``x`` is not."""
         out_dtype = compute_dtype(x)
-        weight = local(self.weight)
-        if x.is_cuda and x.dtype == weight.dtype and not self.offset:
+        weight = None if self.weight is None else local(self.weight)
+        if weight is not None and x.is_cuda and x.dtype == weight.dtype and not self.offset:
             # One fused kernel each way on CUDA. On the CPU F.rms_norm is a chain of eager operators: ours is faster.
             return F.rms_norm(x, weight.shape, weight, self.eps).to(out_dtype)
         if not torch.is_grad_enabled():  # a decode step's norms take less time than autograd's bookkeeping

@@ -100,7 +100,7 @@ class TransformerBlock(nn.Module):
         self.multiplier = spec.residual_multiplier or 1.0
         reads = spec.input_norms or spec.post_norm
         self.attention_norm = make_norm(spec, h) if reads else NoNorm()
-        self.attention = LatentAttention(spec) if spec.is_latent else Attention(spec)
+        self.attention = LatentAttention(spec) if spec.is_latent else Attention(spec, index)
         self.attention_out_norm = make_norm(spec, h) if spec.output_norms else None
         self.mlp_norm = make_norm(spec, h) if reads and not spec.shared_norm else NoNorm()
         self.mlp_out_norm = make_norm(spec, h) if spec.output_norms else None
@@ -228,6 +228,8 @@ class Transformer(nn.Module):
         dtype: torch.dtype,
     ) -> Rope | None:  # fmt: skip
         """Rotary tables of the layers with a sliding window, or of the others; arguments as :meth:`Rotary.tables`."""
+        if self.spec.nope_layers and not windowed:
+            return None
         rotary = self.local_rotary if windowed and self.local_rotary is not None else self.rotary
         return None if rotary is None else rotary.tables(positions, start, length, device, dtype)
 
@@ -274,7 +276,7 @@ class Transformer(nn.Module):
         kinds: dict[bool, tuple[Mask, Rope | None]] = {}
         for name, block in self.layers.items():
             if (kind := bool(block.windowed)) not in kinds:
-                mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate)
+                mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate, positions)
                 rope = self.rope(kind, positions, start, length, device, dtype)
                 kept: dict[str, Tensor] | None = {} if self.spec.score_changes else None
                 kinds[kind] = mask._replace(documents=own, kept=kept), rope
