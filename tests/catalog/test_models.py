@@ -37,7 +37,7 @@ def test_entry_is_complete(name):
     assert spec.name == name
     assert spec.source
     if spec.family != "t5":
-        own_width = spec.family.startswith(("qwen3", "gpt_oss", "gemma", "deepseek"))
+        own_width = spec.family.startswith(("qwen3", "gpt_oss", "gemma", "deepseek", "llama4"))
         assert spec.head_dim * spec.num_heads == spec.hidden_size or own_width
 
 

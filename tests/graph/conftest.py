@@ -22,6 +22,8 @@ _GPT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attent
 _DEEPSEEK = {**_LLAMA, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
              "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
              "moe_intermediate_size": 24, "first_k_dense_replace": 1}  # fmt: skip
+_LLAMA4 = {**_LLAMA, "head_dim": 8, "intermediate_size_mlp": 56, "num_local_experts": 4, "num_experts_per_tok": 1,
+           "attention_chunk_size": 5, "no_rope_layer_interval": 2, "floor_scale": 4}  # fmt: skip
 
 FAMILIES = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -35,6 +37,9 @@ FAMILIES = {
     "granite": {**_LLAMA, "model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
                 "residual_multiplier": 0.6, "logits_scaling": 1.5},
     "phi3": {**_LLAMA, "model_type": "phi3", "sliding_window": 5},
+    "llama4": {**_LLAMA4, "model_type": "llama4_text"},
+    "llama4_dense_between": {**_LLAMA4, "model_type": "llama4_text", "interleave_moe_layer_step": 2,
+                             "use_qk_norm": False, "num_experts_per_tok": 2},
     "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {**_LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 5},
     "gemma3": {**_LLAMA, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 5},

@@ -16,9 +16,10 @@ def test_parameters_of_every_family(spec, twins):
     assert {name: tuple(p.shape) for name, p in real.items()} == listed
     assert sum(p.numel * n for p, n in g.params) == spec.num_parameters == sum(p.numel() for p in real.values())
     assert sum(p.stored_bytes * n for p, n in g.params) == sum(p.nbytes for p in real.values())
-    # Block by block, not only in the sum: all layers are alike, but for those before the first mixture.
+    # Block by block, not only in the sum: one block for each kind of layer.
     layers = [b for b in g.blocks if b.name == "layers"]
-    for block, at in zip(layers, sorted({0, spec.dense_layers}), strict=True):
+    kinds = [spec.layer_kind(i) for i in range(spec.num_layers)]
+    for block, at in zip(layers, (kinds.index(kind) for kind in sorted(set(kinds))), strict=True):
         one = {f"layers.{at}.{p.name}": p.shape for p in block.params}
         assert one == {name: shape for name, shape in listed.items() if name.startswith(f"layers.{at}.")}
     assert sum(b.repeat for b in layers) == spec.num_layers

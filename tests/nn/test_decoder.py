@@ -22,7 +22,7 @@ from ridgeline.spec.model import ModelSpec
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 
 BEFORE, BATCH = 9, 3
-OTHERS = {"bert", "gpt_oss", "llama4", "t5"}
+OTHERS = {"bert", "gpt_oss", "llama4_text", "t5"}
 """Families with layers that the kernel does not compute."""
 
 

@@ -79,15 +79,17 @@ def _graph(
     m: ModelSpec, batch: int, q_len: int, kv_len: int, dtype: str, *, training: bool, last_only: bool = False,
     windows: bool = False,
 ) -> Graph:  # fmt: skip
-    def builder(name: str, repeat: int = 1, windowed: bool = False) -> Builder:
+    def builder(name: str, repeat: int = 1, kind: tuple[bool, bool] = (False, False), layer: int = 0) -> Builder:
+        windowed = windows and name == "layers" and m.is_windowed_layer(layer)
         b, q, kv = _windowed(m, batch, q_len, kv_len) if windowed else (batch, q_len, kv_len)
-        return Builder(m, b, q, kv, dtype, training, Block(name, repeat, [], [], [], {}))
+        return Builder(m, b, q, kv, dtype, training, Block(name, repeat, [], [], [], {}, kind=kind), layer)
 
     blocks = [_embed(builder("embed"))]
     for stack, count in (("encoder", m.encoder_layers), ("layers", m.num_layers)):
-        kinds = [(m.is_moe_layer(i), windows and m.is_windowed_layer(i)) for i in range(count)]
+        kinds = [m.layer_kind(i) for i in range(count)]
         for kind in sorted(set(kinds)):
-            blocks.append(_layer(builder(stack, kinds.count(kind), kind[1]), kind[0], stack))
+            first = kinds.index(kind)
+            blocks.append(_layer(builder(stack, kinds.count(kind), kind, first), m.is_moe_layer(first), stack))
     blocks.append(_head(builder("head"), last_only))
     g = Graph(blocks, tokens=batch * q_len, length=q_len, dtype=dtype)
     g.sizes = GraphSizes(batch, q_len, kv_len, dtype, training, last_only, windows)
@@ -100,6 +102,8 @@ def _graph(
 def _windowed(m: ModelSpec, batch: int, q_len: int, kv_len: int) -> tuple[int, int, int]:
     """(sequences, queries, keys) of attention within a window w: pieces of w queries with 2 w keys each."""
     w = m.sliding_window or kv_len
+    if m.chunked_window and kv_len > w:  # pieces within a chunk; a single query sees half of one, on average
+        return (batch * -(-q_len // w), w, w) if q_len > w else (batch, q_len, (w + q_len) // 2)
     if q_len <= w:
         return batch, q_len, min(kv_len, w + q_len - 1)
     return batch * -(-q_len // w), w, min(kv_len, 2 * w)

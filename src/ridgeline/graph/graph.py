@@ -202,6 +202,8 @@ class Block:
     """Bytes of ``saved`` that are in host memory between the block's forward and its backward."""
     after_update: list[Op] = field(default_factory=list)
     """Collectives after the update of its parameters (to distribute new weights)."""
+    kind: tuple[bool, bool] = (False, False)
+    """Which of a stack's layers they are (:meth:`ModelSpec.layer_kind`)."""
 
     @property
     def is_layer(self) -> bool:
@@ -228,7 +230,7 @@ class Block:
         return Block(
             self.name, self.repeat, [p.copy() for p in self.params], [*self.forward], [*self.backward],
             {**self.saved}, self.workspace, self.backward_workspace, self.recomputed, [*self.gather_forward],
-            [*self.gather_backward], [*self.reduce], [*self.store], self.hosted, [*self.after_update],
+            [*self.gather_backward], [*self.reduce], [*self.store], self.hosted, [*self.after_update], self.kind,
         )  # fmt: skip
 
     def repeated(self, times: int) -> Block:
@@ -236,7 +238,7 @@ class Block:
         return Block(
             self.name, times, self.params, self.forward, self.backward, self.saved, self.workspace,
             self.backward_workspace, self.recomputed, self.gather_forward, self.gather_backward, self.reduce,
-            self.store, self.hosted, self.after_update,
+            self.store, self.hosted, self.after_update, self.kind,
         )  # fmt: skip
 
     def drop_users(self, gone: Iterable[str]) -> None:

@@ -34,6 +34,8 @@ class Builder:
     dtype: str
     training: bool
     block: Block
+    layer: int = 0
+    """The first of the layers that it stands for."""
 
     @property
     def tokens(self) -> int:
@@ -108,10 +110,13 @@ class Builder:
             moved = (back_read + back_write) * w
             self.block.backward.append(Op(f"{name}.bwd", module, kind, "backward", 0, moved, self.dtype))
 
-    def norm(self, name: str, source: str, size: int, rows: int | None = None, module: str = "norm") -> None:
+    def norm(
+        self, name: str, source: str, size: int, rows: int | None = None, module: str = "norm", weighted: bool = True
+    ) -> None:
         """RMSNorm or LayerNorm over ``size``: saves its input and one (two) statistics per row."""
         rows = self.tokens if rows is None else rows
-        self.param(f"{name}.weight", (size,))
+        if weighted:
+            self.param(f"{name}.weight", (size,))
         if self.spec.norm == "layernorm" and self.spec.norm_bias and module == "norm":
             self.param(f"{name}.bias", (size,))
         n = rows * size
@@ -140,13 +145,13 @@ class Builder:
         kv_source = "encoder_output" if cross else source
         self.linear(f"{prefix}.k_proj", m, kv_rows, kv, h, kv_source, bias=s.qkv_bias)
         self.linear(f"{prefix}.v_proj", m, kv_rows, kv, h, kv_source, bias=s.qkv_bias)
-        if s.qk_norm:
+        if s.has_qk_norm(self.layer):
             for part, width, heads in (("q", q, s.num_heads), ("k", kv, s.num_kv_heads)):
                 size, rows = (width, t) if s.joint_qk_norm else (d, t * heads)
-                self.norm(f"{prefix}.{part}_norm", f"{prefix}.{part}_raw", size, rows, m)
+                self.norm(f"{prefix}.{part}_norm", f"{prefix}.{part}_raw", size, rows, m, s.qk_norm_weight)
         if s.attention_sinks:
             self.param(f"{prefix}.sinks", (s.num_heads,))
-        if s.position == "rope":
+        if s.is_rotated_layer(self.layer):
             for part, n in (("q", t * q), ("k", t * kv)):
                 self.pointwise(f"{prefix}.{part}_rope", m, "rope", n, n, n, n)
         self._core(prefix, d, d, s.num_kv_heads)
@@ -276,7 +281,8 @@ class Builder:
                 if part != "gate" or s.gated:
                     self.param(f"{experts}.{part}_bias", (e, size))
         self.pointwise(f"{prefix}.combine", "mlp", "copy", 2 * rows * h, t * h, t * h, 2 * rows * h)
-        self.save(f"{prefix}.expert_out", rows * h, [f"{prefix}.combine.bwd"])
+        weighed = "routed" if s.router_on_input else "expert_out"  # what the weights multiply
+        self.save(f"{prefix}.{weighed}", rows * h, [f"{prefix}.combine.bwd"])
         if s.shared_intermediate_size:
             self.mlp(f"{prefix}.shared", source, s.shared_intermediate_size)
             self.pointwise(f"{prefix}.shared.add", "mlp", "residual", 2 * t * h, t * h, 0, 0)

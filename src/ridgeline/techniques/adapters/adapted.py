@@ -114,11 +114,10 @@ def adapt(g: Graph, e: Experiment, targets: Iterable[str], add: Adapt) -> Graph:
                 b.drop_users([o.name for o in b.backward])
             blocks.append(b)
             continue
-        experts = any(".experts." in p.name for p in b.params)
         kinds: dict[tuple[int, frozenset[str]], int] = {}
         for place, layer in enumerate(order):
             stack, _, index = layer.partition(".")
-            if stack == b.name and m.is_moe_layer(int(index)) == experts:
+            if stack == b.name and m.layer_kind(int(index)) == b.kind:
                 kind = (max(-1, min(1, place - lowest)), frozenset(found.get(layer, ())))
                 kinds[kind] = kinds.get(kind, 0) + 1
         for (side, inside), count in kinds.items():

@@ -63,18 +63,21 @@ class FlashAttention(Technique):
         batch = max(1, g.tokens // g.length)
         separate = e.is_training and e.training.separates_documents
         capped = e.model.attention_soft_cap is not None
-        masked = bool(window and length > window) or separate or capped
-        if masked:  # the kernel does not handle windows or documents itself: one mask serves all layers of a kind
-            kinds = 2 if capped and window and length > window and e.model.window_every > 1 else 1
+        cut, mixed = bool(window and length > window), e.model.window_every > 1
+        if cut or separate or capped:  # the kernel handles none itself: one mask serves all layers of a kind
+            kinds = 2 if cut and mixed and (capped or separate) else 1
             g.buffers += kinds * (batch if separate else 1) * length * length * DTYPE_BYTES[e.dtype]
         if e.model.position == "alibi":  # as a bias, which the mask is a part of
             g.buffers += e.model.num_heads * length * length * DTYPE_BYTES[e.dtype]
-        causal = e.model.causal and not masked
         first = self.generation == 1 or e.model.position == "alibi"  # FlashAttention-2 accepts a bias only since 2024
         later = self.generation in (None, 2) and e.cluster.device.architecture.lower() in _AFTER_AMPERE
-        kernel = BIASED if first or masked else PORTABLE if later else ""
-        kernel = kernel if e.is_training else ""
-        g = g.each_block(lambda b: _fuse(b, groups, batch, causal, kernel), layers_only=True)
+
+        def fuse(b: Block) -> None:
+            masked = (cut and (b.kind[1] or not mixed)) or separate or capped
+            kernel = BIASED if first or masked else PORTABLE if later else ""
+            _fuse(b, groups, batch, e.model.causal and not masked, kernel if e.is_training else "")
+
+        g = g.each_block(fuse, layers_only=True)
         return g.each_block(_keep_operands, layers_only=True) if capped else g
 
     def apply(self, run: Build) -> None:

@@ -137,8 +137,8 @@ class Recompute(Technique):
         """Add forward operators to the backward phase; saved activations shrink to the block's input."""
         model = e.model
         order = [*range(model.encoder_layers)]
-        first = len(order)  # the graph lists dense layers before those with experts
-        order += [first + i for i in sorted(range(model.num_layers), key=model.is_moe_layer)]
+        first = len(order)  # the graph lists a stack's layers by kind
+        order += [first + i for i in sorted(range(model.num_layers), key=model.layer_kind)]
 
         def close(graph: Graph) -> None:
             kinds = self.kinds(len(order))
