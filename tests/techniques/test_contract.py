@@ -36,7 +36,7 @@ def test_card_is_complete(name):
     assert cls.phase in PHASES
     assert c["tasks"]
     assert set(c["tasks"]) <= {"pretrain", "finetune", "compress", "generate", "serve"}
-    assert 0 < c["tolerance"] < 0.1
+    assert 0 < c["tolerance"] <= 0.12, "the coarsest format, E2M1, rounds normal weights by 11.6 % of their size"
     assert c["lossless"] or c["quality"], "a lossy technique states what it may change"
     assert not c["lossless"] or c["tolerance"] <= 1e-4
     assert set(c["requires"]) <= set(NAMES)

@@ -8,6 +8,7 @@ from tests.measure.test_meter import WIDER, measured
 from tests.training import MODEL, experiment, full, make_trainer, train
 from tests.world import world
 
+from ridgeline import experiments
 from ridgeline.nn import build, save_checkpoint
 from ridgeline.nn.adapters.adapter import merge
 from ridgeline.predict import predict
@@ -285,3 +286,12 @@ def load_one(t, corpus):
     adapter = t.around(model.get_submodule("layers.0.attention.o_proj"))
     state = {f"layers.0.attention.o_proj.{n}": p for n, p in adapter.state().items()}
     return Loaded(Call(name="lora", options=t.model_dump()), state)
+
+
+@pytest.mark.parametrize(("model", "targets"), [
+    ("deepseek-v2-lite", ["q_proj", "kv_b_proj"]), ("deepseek-v3", ["q_b_proj", "kv_b_proj"]),
+    ("llama2-7b", ["q_proj", "v_proj"]),
+])  # fmt: skip
+def test_default_targets_exist(model, targets):
+    e = experiments.make(model, "8xa100", {"kind": "finetune"}, ["lora"])
+    assert e.plan.option("lora", "targets") == targets

@@ -159,7 +159,7 @@ def test_serving_judges_the_first_token_of_a_single_token_answer():
 
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [({"pp": 2}, "pipeline"), ({"model": "deepseek-ai/DeepSeek-V3"}, "unknown model"), ({"backend": "x"}, "engine"),
+    [({"pp": 2}, "pipeline"), ({"model": "deepseek-ai/DeepSeek-V9"}, "unknown model"), ({"backend": "x"}, "engine"),
      ({"precision": "fp3"}, "precision"), ({"model": "llama3.1-405b"}, "no request fits"), ({"tp": 3}, "heads")],
 )  # fmt: skip
 def test_what_serving_refuses_is_said(changes, why):

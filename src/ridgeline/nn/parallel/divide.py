@@ -153,10 +153,12 @@ class Divider:
         """An MLP beside experts: its partial output is summed with theirs."""
         for leaf, module in mlp.named_children():
             if leaf in ROW:
-                self.place(module, "weight", Shard(1))
-                module.forward = partial(_product, module)
+                self._partial(module)
             else:
                 self.column(module)
+                base = module.base if isinstance(module, LoRALinear) else module
+                if type(base) is nn.Linear:  # the router and the experts keep the whole input, so it reads that too
+                    base.forward = partial(_replicated, base)  # type: ignore[method-assign]
 
     def _whole(self, module: nn.Module) -> None:
         if isinstance(module, LoRALinear):
@@ -205,6 +207,12 @@ class Divider:
 
     def row(self, module: nn.Module, strategy: Strategy = "reduce") -> None:
         """Divide a linear layer by input; its output is the sum over the ranks."""
+        base = self._partial(module)
+        self.place(base, "bias", Replicate(), "always" if strategy in IN_PARTS else "sequence")
+        module.forward = partial(self._row, base, module.forward, strategy)
+
+    def _partial(self, module: nn.Module) -> nn.Module:
+        """Divide a linear layer's weight by input; returns the layer inside an adapter."""
         base = module
         if isinstance(module, LoRALinear):
             self.place(module, "lora_a", Shard(1))
@@ -217,8 +225,7 @@ class Divider:
         else:
             self.place(base, "weight", Shard(1))
             base.forward = partial(_product, base)
-        self.place(base, "bias", Replicate(), "always" if strategy in IN_PARTS else "sequence")
-        module.forward = partial(self._row, base, module.forward, strategy)
+        return base
 
     def _column(self, module: Any, enters: Strategy | None, x: Tensor) -> Tensor:
         if enters:

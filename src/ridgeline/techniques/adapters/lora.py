@@ -13,7 +13,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ROW
 from ridgeline.spec.targets import chosen
 from ridgeline.techniques.adapters.adapted import Adapting, adapt, check_targets
-from ridgeline.techniques.technique import Card, Phase
+from ridgeline.techniques.technique import Ask, Card, Phase, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,7 +50,8 @@ class LoRA(Adapting):
     """Scale numerator: the update is multiplied by alpha / rank."""
     targets: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
     """The linear layers to adapt: last names, ``all-linear``, or globs or regular expressions over full names such as
-    ``layers.0.attention.q_proj``."""
+    ``layers.0.attention.q_proj``. With latent attention, the default is the last projections to queries and to values:
+    ``q_proj`` or ``q_b_proj``, and ``kv_b_proj``."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout rate of the update's input in training, with the same mask each time a step is run; none in
     evaluation."""
@@ -64,6 +65,13 @@ class LoRA(Adapting):
     def scale(self) -> float:
         """Factor that the update is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def settled(self, e: Experiment, ask: Ask) -> Technique:
+        """The default targets by the names that they have with latent attention."""
+        if e.model.kv_lora_rank is None or self.targets != type(self).model_fields["targets"].default:
+            return self
+        queries = "q_b_proj" if e.model.q_lora_rank else "q_proj"
+        return self.model_copy(update={"targets": (queries, "kv_b_proj")})
 
     def check(self, e: Experiment) -> None:
         """Targets must exist, and the rank must be below the smaller dimension of each."""
