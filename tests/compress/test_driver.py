@@ -252,6 +252,30 @@ def test_families(bench, tmp_path, changes):
     assert layers == (2 * (4 + 3 * 4) if "num_experts" in changes else 12 if "activation" in changes else 14)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"family": "llama4_text", "sliding_window": 5, "chunked_window": True, "window_every": 2, "nope_layers": True,
+         "query_temperature": 0.5, "query_temperature_every": 3, "qk_norm": True, "qk_norm_weight": False,
+         "rope_interleaved": True, "router_scores": "sigmoid", "router_on_input": True, "normalize_router": False,
+         "shared_intermediate_size": 128, "dense_intermediate_size": 96, "experts_per_token": 1, "moe_every": 2},
+        {"family": "gpt_oss", "attention_sinks": True, "moe_bias": True, "activation": "swigluoai",
+         "experts_per_token": 2},
+    ],
+    ids=lambda c: c["family"],
+)  # fmt: skip
+def test_experts_in_one_tensor_are_written_densely(bench, tmp_path, changes):
+    path, plan = bench.checkpoint(num_experts=4, **changes), "gptq:bits=8,group_size=32"
+    with pytest.raises(UserError, match="several layers in one"):
+        bench.compress(path, tmp_path / "codes", plan)
+    bench.compress(path, tmp_path / "out", plan, format="dense")
+    a, b = (load_checkpoint(p, dtype=torch.float32) for p in (path, tmp_path / "out"))
+    ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        x, y = a(ids), b(ids)
+    assert 0 < (x - y).abs().mean() < 0.003 * x.abs().max()
+
+
 def test_a_mixtures_tokens_reach_their_experts_only(bench, tmp_path):
     path = bench.checkpoint(family="mixtral", num_experts=4, experts_per_token=2)
     report = bench.compress(path, tmp_path / "out", GPTQ)
