@@ -39,6 +39,9 @@ _DEEPSEEK = {**_LLAMA, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_ran
 _LLAMA4 = {**_LLAMA, "head_dim": 8, "intermediate_size_mlp": 56, "num_hidden_layers": 4, "num_local_experts": 4,
            "num_experts_per_tok": 1, "attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.3,
            "pad_token_id": 0}  # fmt: skip
+_T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+       "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "dropout_rate": 0.0,
+       "decoder_start_token_id": 0}  # fmt: skip
 
 CONFIGS = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -206,11 +209,20 @@ CONFIGS = {
         "max_position_embeddings": 64,
     },
 }
+PAIRS = {
+    "t5": {**_T5, "model_type": "t5"},
+    "t5_gated": {**_T5, "model_type": "t5", "feed_forward_proj": "gated-gelu", "num_decoder_layers": 1,
+                 "tie_word_embeddings": False},
+    "switch": {**_T5, "model_type": "switch_transformers", "num_decoder_layers": 2, "num_experts": 4,
+               "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 4,
+               "router_jitter_noise": 0.0},
+}
+"""Encoder-decoders."""
 DECODERS = [name for name in CONFIGS if name != "bert"]
 
 
 def spec_of(name: str) -> ModelSpec:
-    return ModelSpec.from_config(CONFIGS[name], name=name)
+    return ModelSpec.from_config({**CONFIGS, **PAIRS}[name], name=name)
 
 
 def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None:

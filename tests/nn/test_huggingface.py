@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.nn.conftest import CONFIGS, DECODERS, randomize, spec_of
+from tests.nn.conftest import CONFIGS, DECODERS, PAIRS, randomize, spec_of
 
 from ridgeline.nn import build, load_checkpoint, save_checkpoint
 from ridgeline.nn.model.generate import generate
@@ -187,6 +187,4 @@ def test_partial_window_is_refused():
 
 
 def test_decoders_is_complete():
-    assert {CONFIGS[n]["model_type"] for n in DECODERS} == {
-        kind for kind, family in FAMILIES.items() if family.runs and kind != "bert"
-    }  # fmt: skip
+    assert {c["model_type"] for c in (*(CONFIGS[n] for n in DECODERS), *PAIRS.values())} == {*FAMILIES} - {"bert"}

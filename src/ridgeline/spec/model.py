@@ -29,12 +29,13 @@ _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"
 
 _POSITIVE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
              "attention_soft_cap", "logits_soft_cap", "local_rope_theta", "kv_lora_rank", "q_lora_rank", "value_dim",
-             "dense_intermediate_size", "router_scale", "query_temperature", "query_temperature_every")  # fmt: skip
+             "dense_intermediate_size", "router_scale", "query_temperature", "query_temperature_every",
+             "expert_capacity")  # fmt: skip
 """Numbers that are None or positive."""
 _LATER = (*_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
           "joint_qk_norm", "rope_interleaved", "dense_layers", "shared_intermediate_size", "router_scores",
           "router_score_bias", "router_groups", "router_groups_chosen", "router_on_input", "chunked_window", "nope_layers",
-          "qk_norm_weight")  # fmt: skip
+          "qk_norm_weight", "relative_distance", "start_token")  # fmt: skip
 """Fields that a dump leaves out at their defaults, so that the ids of experiments stored before them still hold."""
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
@@ -111,6 +112,9 @@ class ModelSpec(BaseModel):
     position_offset: int = 0
     """Rows of the learned position table before position 0 (OPT: 2)."""
     relative_buckets: int = 0
+    """Rows of the tables that relative positions add to the scores from (T5); see ``relative_distance``."""
+    relative_distance: int = 128
+    """Distance from which all are in the last of them."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -184,10 +188,14 @@ class ModelSpec(BaseModel):
     router_groups_chosen: int = 1
     router_scale: float | None = None
     """Multiplies the chosen experts' weights (DeepSeek); None: 1."""
+    expert_capacity: int | None = None
+    """Tokens of a sequence that an expert takes in one pass; later ones are added nothing (Switch); None: all."""
     router_on_input: bool = False
     """Whether a token is weighted before its experts instead of their outputs (Llama 4)."""
     encoder_layers: int = 0
-    """Layers of the encoder in an encoder-decoder model (spec only)."""
+    """Layers of the encoder in an encoder-decoder model."""
+    start_token: int = 0
+    """Token that its decoder begins with."""
     embedding_multiplier: float | None = None
     """Multiplies the embeddings (Granite); None: 1."""
     attention_multiplier: float | None = None
@@ -236,6 +244,10 @@ class ModelSpec(BaseModel):
             raise ValueError("swigluoai is a gated activation")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
+        if (self.position == "relative") != self.is_encoder_decoder:
+            raise ValueError("relative positions are those of encoder-decoders, and they have no others")
+        if self.expert_capacity is not None and self.experts_per_token != 1:
+            raise ValueError("expert_capacity needs experts_per_token = 1")
         self._check_layers()
         self._check_latent()
         self._check_router()

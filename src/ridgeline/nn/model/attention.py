@@ -44,7 +44,7 @@ class Mask(NamedTuple):
     """The attention mask: an additive bias (None: no bias), whether causality applies in addition, and, for a backend
     that masks documents itself, the documents' numbers."""
 
-    bias: Tensor | None  # [S, T] or [B, 1, S, T]
+    bias: Tensor | None  # [S, T], [B, 1, S, T] or [1 or B, H, S, T]
     causal: bool
     documents: Tensor | None = None  # [B, whole sequence]
     changes: ScoreChanges | None = None  # beside the mask, where the model has any
@@ -69,6 +69,9 @@ class AttentionBackend:
 
 class LayerCache:
     """Keys and values of one layer, [B, G, T, D] each, allocated once for all T positions."""
+
+    source: tuple[Tensor, Tensor] | None = None
+    """Keys and values of the encoder's output, which a decoder's layer attends to beside them."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values

@@ -83,6 +83,7 @@ class MoE(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.num_experts, self.k = spec.num_experts, spec.experts_per_token
+        self.capacity = spec.expert_capacity
         self.normalize, self.scale = spec.normalize_router, spec.router_scale or 1.0
         self.sigmoid, self.on_input = spec.router_scores == "sigmoid", spec.router_on_input
         self.groups, self.groups_chosen = spec.router_groups, spec.router_groups_chosen
@@ -131,6 +132,8 @@ class MoE(nn.Module):
         """``x`` [..., h] → [..., h]."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen = self.route(tokens)
+        if self.capacity is not None and x.dim() == 3 and x.shape[1] > self.capacity:
+            weights = self._within_capacity(weights, chosen, x.shape[1], self.capacity)
         pairs = chosen.flatten()  # [N·k]: pair p belongs to token p // k
         order = pairs.argsort(stable=True)
         rows = tokens[order // self.k]
@@ -144,6 +147,13 @@ class MoE(nn.Module):
         mixed = mixed if self.on_input else mixed * weights.unsqueeze(-1)
         out: Tensor = mixed.sum(1).to(rows.dtype).view(*x.shape[:-1], -1)
         return out if self.shared is None else out + self.shared(x)
+
+    def _within_capacity(self, weights: Tensor, chosen: Tensor, length: int, most: int) -> Tensor:
+        """``weights`` [N, 1] with zeros where a token is not among the first ``most`` of its sequence that chose its
+        expert (arXiv:2101.03961, section 2.2)."""
+        mine = torch.nn.functional.one_hot(chosen.view(-1, length), self.num_experts)  # [B, S, E]
+        place = mine.cumsum(1).gather(2, chosen.view(-1, length, 1))
+        return weights * (place <= most).view(-1, 1)
 
     def _counts(self, pairs: Tensor) -> list[int]:
         """Tokens per expert."""
