@@ -142,5 +142,6 @@ def test_config_round_trip(name):
 
 
 def test_mixtures_elsewhere_are_refused():
-    with pytest.raises(UserError, match="every or every second layer"):
+    assert [spec_of("switch_third").is_moe_layer(i) for i in range(3)] == [False, True, False]
+    with pytest.raises(UserError, match="every N-th layer of both"):
         ModelSpec.from_config({**PAIRS["switch"], "num_layers": 6, "num_sparse_encoder_layers": 2})

@@ -275,6 +275,10 @@ class GraphSizes:
     """Whether logits are computed only for each sequence's last token."""
     windows: bool = False
     """Whether layers with a sliding window are counted as attending to no more than the window."""
+    source: int = 0
+    """Tokens of the encoder's input, in an encoder-decoder."""
+    encodes: bool = True
+    """Whether the encoder reads them."""
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ _POSITIVE = ("embedding_multiplier", "attention_multiplier", "residual_multiplie
 _LATER = (*_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
           "joint_qk_norm", "rope_interleaved", "dense_layers", "shared_intermediate_size", "router_scores",
           "router_score_bias", "router_groups", "router_groups_chosen", "router_on_input", "chunked_window", "nope_layers",
-          "qk_norm_weight", "relative_distance", "start_token")  # fmt: skip
+          "qk_norm_weight", "relative_distance", "start_token", "moe_first")  # fmt: skip
 """Fields that a dump leaves out at their defaults, so that the ids of experiments stored before them still hold."""
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
@@ -173,6 +173,8 @@ class ModelSpec(BaseModel):
     """Biases on the router and on every expert (gpt-oss)."""
     moe_every: int = 1
     """Every N-th layer is a mixture (1: all; 2: layers 1, 3, 5, … as in Switch)."""
+    moe_first: int | None = None
+    """The first of them (Switch: layer 1); None: layer ``moe_every`` - 1."""
     dense_layers: int = 0
     """First layers that are none (DeepSeek)."""
     shared_intermediate_size: int = 0
@@ -368,7 +370,8 @@ class ModelSpec(BaseModel):
         """Whether layer ``index`` is a mixture of experts."""
         if index < self.dense_layers:
             return False
-        return bool(self.num_experts) and index % self.moe_every == self.moe_every - 1
+        first = self.moe_every - 1 if self.moe_first is None else self.moe_first
+        return bool(self.num_experts) and index % self.moe_every == first % self.moe_every
 
     def is_windowed_layer(self, index: int) -> bool:
         """Whether layer ``index`` attends to at most ``sliding_window`` tokens."""

@@ -38,6 +38,14 @@ def decode(model: Transformer, tokens: Tensor, cache: Cache) -> Tensor:
     return prefill(model, tokens[:, None], cache)
 
 
+def opening(model: Transformer, prompts: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What :func:`prefill` reads of ``prompts`` [B, S] first: themselves, or an encoder-decoder's start token with the
+    prompts as its source."""
+    if not model.spec.is_encoder_decoder:
+        return prompts, None
+    return torch.full_like(prompts[:, :1], model.spec.start_token), prompts
+
+
 @torch.inference_mode()
 def generate(
     model: Transformer,
@@ -54,9 +62,8 @@ def generate(
     Greedy at temperature 0, else sampled from ``seed``. A sequence that has produced ``eos`` is filled up with it;
     generation ends when all have. Raises :class:`UserError` for a model that cannot generate, or too long a sequence.
     """
-    spec, source = model.spec, None
-    if spec.is_encoder_decoder:
-        source, input_ids = input_ids, torch.full_like(input_ids[:, :1], spec.start_token)
+    spec = model.spec
+    input_ids, source = opening(model, input_ids)
     batch, length = input_ids.shape
     if not spec.causal:
         raise UserError(f"family {spec.family!r} is an encoder and cannot generate", "use a decoder")

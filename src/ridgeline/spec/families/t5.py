@@ -48,9 +48,10 @@ def _read_switch(c: Config) -> Config:
     steps = [c.get(f"num_{s}_layers" if s != "encoder" else "num_layers") or c["num_layers"] for s in _STACKS]
     sparse = [c.get(f"num_sparse_{s}_layers", 3) for s in _STACKS]
     every = {n // k if k else 0 for n, k in zip(steps, sparse, strict=True)}
-    if not every <= {1, 2} or len(every) > 1 or c.get("router_bias") or c.get("add_router_probs"):
-        raise UserError("switch_transformers is supported with a mixture in every or every second layer of both stacks,"
-                        " and a router without bias", "check num_sparse_encoder_layers and num_sparse_decoder_layers")
+    if 0 in every or len(every) > 1 or c.get("router_bias") or c.get("add_router_probs"):
+        raise UserError("switch_transformers is supported with a mixture in every N-th layer of both stacks, and a router"
+                        " without bias", "check num_sparse_encoder_layers and num_sparse_decoder_layers")  # fmt: skip
+    step = every.pop()
     return {
         **_read(c),
         "activation": activation(c.get("dense_act_fn", "relu")),
@@ -58,7 +59,8 @@ def _read_switch(c: Config) -> Config:
         "num_experts": c["num_experts"],
         "experts_per_token": 1,
         "normalize_router": False,
-        "moe_every": every.pop(),
+        "moe_every": step,
+        "moe_first": 1 if step > 2 else None,
         "expert_capacity": c.get("expert_capacity", 64),
     }
 

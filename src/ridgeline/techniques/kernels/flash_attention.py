@@ -34,6 +34,7 @@ class FlashAttention(Technique):
         unpredicted={"serve": "engines attend in one kernel whatever the plan says"},
         changes=frozenset({"fused_attention"}),
         in_engines=True,
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "compile"
 
@@ -41,6 +42,11 @@ class FlashAttention(Technique):
     """FlashAttention version of the GPU kernels. 2, PyTorch's and the default, is twice as fast as 1
     (arXiv:2307.08691); 3, also in cuDNN and Transformer Engine, adds optimizations for Hopper (arXiv:2407.08608). 1 and
     3 can be predicted, not run."""
+
+    def check(self, e: Experiment) -> None:
+        """A learned bias on the scores gets no gradient from the kernels."""
+        self.needs(e.model.position != "relative" or not e.is_training, f"{e.model.name} learns relative positions, a"
+                   " bias on the scores that fused attention computes no gradient of", "leave it out")  # fmt: skip
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
