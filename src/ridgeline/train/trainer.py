@@ -85,7 +85,7 @@ def global_batches(
         if not m.causal:
             raise UserError(f"{m.name} is an encoder: it cannot learn answers", "fine-tune it on text, or a decoder")
         if m.is_encoder_decoder:
-            examples = load_instructions(w, m.vocab_size, 2 * w.seq_len)
+            examples = load_instructions(w, m.vocab_size, whole=True)
             return PairBatches(examples, w.seq_len, e.batch_size, m.start_token, w.seed, w.eval_batches)
         return InstructionBatches(
             load_instructions(w, m.vocab_size), w.seq_len, e.batch_size, w.packing, w.seed, w.eval_batches
