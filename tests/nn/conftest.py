@@ -211,14 +211,34 @@ CONFIGS = {
 }
 PAIRS = {
     "t5": {**_T5, "model_type": "t5"},
-    "t5_gated": {**_T5, "model_type": "t5", "feed_forward_proj": "gated-gelu", "num_decoder_layers": 1,
-                 "tie_word_embeddings": False},
-    "switch": {**_T5, "model_type": "switch_transformers", "num_decoder_layers": 2, "num_experts": 4,
-               "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 4,
-               "router_jitter_noise": 0.0},
-    "switch_third": {**_T5, "model_type": "switch_transformers", "num_layers": 3, "num_decoder_layers": 3,
-                     "num_experts": 3, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
-                     "expert_capacity": 64, "router_jitter_noise": 0.0},
+    "t5_gated": {
+        **_T5,
+        "model_type": "t5",
+        "feed_forward_proj": "gated-gelu",
+        "num_decoder_layers": 1,
+        "tie_word_embeddings": False,
+    },
+    "switch": {
+        **_T5,
+        "model_type": "switch_transformers",
+        "num_decoder_layers": 2,
+        "num_experts": 4,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "expert_capacity": 4,
+        "router_jitter_noise": 0.0,
+    },
+    "switch_third": {
+        **_T5,
+        "model_type": "switch_transformers",
+        "num_layers": 3,
+        "num_decoder_layers": 3,
+        "num_experts": 3,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "expert_capacity": 64,
+        "router_jitter_noise": 0.0,
+    },
 }
 """Encoder-decoders."""
 DECODERS = [name for name in CONFIGS if name != "bert"]

@@ -21,9 +21,7 @@ from ridgeline.nn import (
     token_loss,
 )
 from ridgeline.nn.model.generate import generate
-from ridgeline.nn.model.transformer import Transformer
 from ridgeline.spec.errors import UserError
-from ridgeline.spec.model import ModelSpec
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -34,12 +32,6 @@ def test_parameters_are_those_of_the_spec(name):
     if spec.tie_embeddings:
         tied = build(spec)
         assert tied.head.out.weight is tied.embed.tokens.weight
-
-
-def test_encoder_decoder_is_spec_only():
-    t5 = {"model_type": "t5", "vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    with pytest.raises(UserError, match="spec only"):
-        Transformer(ModelSpec.from_config(t5))
 
 
 def test_unknown_attention_names_the_known():

@@ -156,7 +156,13 @@ FAMILIES = {
 
 @pytest.mark.parametrize(
     ("family", "plan"),
-    [*((f, p) for f in FAMILIES for p in (TP, PP)), ("qwen3_moe", EP), ("gpt_oss", EP), ("llama4", EP), ("deepseek_v3", EP)],
+    [
+        *((f, p) for f in FAMILIES for p in (TP, PP)),
+        ("qwen3_moe", EP),
+        ("gpt_oss", EP),
+        ("llama4", EP),
+        ("deepseek_v3", EP),
+    ],
 )
 def test_two_ranks_serve_every_familys_tokens(family, plan):
     tokens, told, *_ = world(2).run(on_ranks, experiment(*SERVED, plan, model=FAMILIES[family]))[0]

@@ -1,5 +1,5 @@
-"""Encoder-decoders train on halves of text and on pairs, alone and over ranks, to the losses of the plain plan; what does
-not run on them says so."""
+"""Encoder-decoders train on halves of text and on pairs, alone and over ranks, to the losses of the plain plan; what
+does not run on them says so."""
 
 import json
 
@@ -65,8 +65,8 @@ def test_mixed_precision(corpus, reference):
     assert other.losses != expected.losses
 
 
-@pytest.mark.parametrize("plan", ["lora:targets=all-linear", "lora+rtn", "lora:dora=true", "bottleneck_adapter", "bitfit",
-                                  "diff_pruning", "mask_tuning", "qlora"])  # fmt: skip
+@pytest.mark.parametrize("plan", ["lora:targets=all-linear", "lora+rtn", "lora:dora=true", "bottleneck_adapter",
+                                  "bitfit", "diff_pruning", "mask_tuning", "qlora"])  # fmt: skip
 def test_adapters_train_in_both_stacks(plan, corpus):
     curve = train(of("t5", corpus, *plan.split("+"), lr=0.3))
     assert curve.moved > 0
@@ -173,8 +173,11 @@ def test_fine_tuned_on_pairs_and_asked(checkpoint, tmp_path):
         command("generate", out, "--prompt", "a", "--n", 2)
 
 
-@pytest.mark.parametrize("args", [["serve", "--port", 0], ["eval", "--text", "corpus"],
-                                  ["compress", "--with", "gptq:bits=4", "--out", "out"]], ids=lambda a: a[0])  # fmt: skip
+@pytest.mark.parametrize(
+    "args",
+    [["serve", "--port", 0], ["eval", "--text", "corpus"], ["compress", "--with", "gptq:bits=4", "--out", "out"]],
+    ids=lambda a: a[0],
+)
 def test_what_only_decoders_do_is_refused(checkpoint, corpus, tmp_path, args, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = [str(corpus) if a == "corpus" else a for a in args]

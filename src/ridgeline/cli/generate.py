@@ -88,8 +88,8 @@ def generate(
         return
     if ModelSpec.from_path(checkpoint).is_encoder_decoder:
         if with_ or stop or n > 1 or top_k or top_p != 1:
-            raise UserError("an encoder-decoder generates without the engine: --with, --stop, --n, --top-k and --top-p are"
-                            " not for it", "leave them out")  # fmt: skip
+            raise UserError("an encoder-decoder generates without the engine, which has --with, --stop, --n, --top-k"
+                            " and --top-p", "leave them out")  # fmt: skip
         kind = None if dtype == "auto" else DTYPES[dtype]
         known = load_tokenizer(tokenizer or str(checkpoint))
         with ctrl_c_between_steps() as check:

@@ -258,8 +258,9 @@ class Walker:
             several = range(start, min(start + size, count))
             where = [f"{prefix}.mlp.experts.{e}" for e in several]
             places = [[(chosen == e).nonzero(as_tuple=True) for _, chosen in routed] for e in several]
-            rows = [torch.cat([torch.empty(0, spec.hidden_size), *self._read(moe, normed, routed, own)])
-                    for own in places]
+            rows = [
+                torch.cat([torch.empty(0, spec.hidden_size), *self._read(moe, normed, routed, own)]) for own in places
+            ]
             owns = [
                 nn.ModuleDict({n: _linear(expert(n, e), biases[n], e) for n in (*names, "down_proj")}) for e in several
             ]

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ridgeline.data.batches import IGNORE, Batch, TextBatches, permutation
-from ridgeline.data.packing import Instructions, Tokenized
+from ridgeline.data.packing import InstructionBatches, Instructions, Tokenized
 from ridgeline.spec.errors import UserError
 
 
@@ -33,6 +33,11 @@ class HalvedBatches:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the token ids."""
         return self.inner.tokenizer
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch."""
+        return self.inner.batch_size
 
     def batch(self, step: int) -> Batch:
         """The global batch of ``step``."""
@@ -100,6 +105,10 @@ class PairBatches:
             labels[row, : len(answer)] = torch.from_numpy(answer)
             real[row, : len(read)] = True
         return Batch(shifted(labels, self.start, self.data.end), labels, source=source, source_mask=real)
+
+
+AnyBatches = TextBatches | InstructionBatches | HalvedBatches | PairBatches
+"""Batches of whatever a model is trained on."""
 
 
 def split(example: Tokenized, end: int) -> tuple[np.ndarray, np.ndarray]:

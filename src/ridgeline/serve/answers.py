@@ -32,7 +32,9 @@ def answers(
         if not ids:
             raise UserError(f"prompt {prompt.id!r} is empty", "give some text")
         most = prompt.max_tokens or max_tokens
-        found = generate(model, torch.tensor([ids], device=device), most, temperature, None if ignore_eos else end, seed)
+        found = generate(
+            model, torch.tensor([ids], device=device), most, temperature, None if ignore_eos else end, seed
+        )
         made = found[0, 1:].tolist()
         stopped = not ignore_eos and made[-1:] == [end]
         yield {

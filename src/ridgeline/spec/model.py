@@ -10,11 +10,13 @@ import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from ridgeline.spec import parameter_list
 from ridgeline.spec.errors import UserError, unknown
+from ridgeline.spec.parameter_list import Parameter
 from ridgeline.spec.rope import RopeScaling
 from ridgeline.spec.unsupported import refuse
 
@@ -34,8 +36,8 @@ _POSITIVE = ("embedding_multiplier", "attention_multiplier", "residual_multiplie
 """Numbers that are None or positive."""
 _LATER = (*_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
           "joint_qk_norm", "rope_interleaved", "dense_layers", "shared_intermediate_size", "router_scores",
-          "router_score_bias", "router_groups", "router_groups_chosen", "router_on_input", "chunked_window", "nope_layers",
-          "qk_norm_weight", "relative_distance", "start_token", "moe_first")  # fmt: skip
+          "router_score_bias", "router_groups", "router_groups_chosen", "router_on_input", "chunked_window",
+          "nope_layers", "qk_norm_weight", "relative_distance", "start_token", "moe_first")  # fmt: skip
 """Fields that a dump leaves out at their defaults, so that the ids of experiments stored before them still hold."""
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
@@ -46,22 +48,6 @@ LATENT = ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm")
 """Modules of multi-head latent attention before its heads, which every rank has whole."""
 FROZEN = (".score_bias",)
 """How the names of parameters end that no gradient trains."""
-
-
-class Parameter(NamedTuple):
-    """One parameter tensor: its dotted name in the torch twin, its shape, and the block it belongs to."""
-
-    name: str
-    shape: tuple[int, ...]
-    block: str  # "embed", "encoder.<i>", "layers.<i>" or "head"
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        n = 1
-        for d in self.shape:
-            n *= d
-        return n
 
 
 class ModelSpec(BaseModel):
@@ -414,124 +400,11 @@ class ModelSpec(BaseModel):
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter tensor in model order, named as in the torch twin; a tied head is not repeated."""
-        h = self.hidden_size
-        yield Parameter("embed.tokens.weight", (self.vocab_size, h), "embed")
-        if self.position == "learned":
-            yield Parameter("embed.positions.weight", (self.max_positions + self.position_offset, h), "embed")
-        if self.token_types:
-            yield Parameter("embed.token_types.weight", (self.token_types, h), "embed")
-        if self.embedding_norm:
-            yield from self._norm("embed.norm", h, "embed")
-        if self.is_encoder_decoder:
-            yield Parameter("embed.encoder_relative.weight", (self.relative_buckets, self.num_heads), "embed")
-            yield Parameter("embed.decoder_relative.weight", (self.relative_buckets, self.num_heads), "embed")
-            for i in range(self.encoder_layers):
-                yield from self.block_parameters(i, "encoder")
-            yield from self._norm("encoder_norm", h, "head")
-        for i in range(self.num_layers):
-            yield from self.block_parameters(i, "layers")
-        if self.final_norm:
-            yield from self._norm("norm", h, "head")
-        if self.head == "mlm":
-            yield Parameter("head.dense.weight", (h, h), "head")
-            yield Parameter("head.dense.bias", (h,), "head")
-            yield from self._norm("head.norm", h, "head")
-        if self.head == "classify":
-            yield Parameter("head.dense.weight", (h, h), "head")
-            yield Parameter("head.dense.bias", (h,), "head")
-            yield Parameter("head.out.weight", (self.num_labels, h), "head")
-            yield Parameter("head.out.bias", (self.num_labels,), "head")
-        elif not self.tie_embeddings:
-            yield Parameter("head.out.weight", (self.vocab_size, h), "head")
-        if self.head == "mlm":
-            yield Parameter("head.out.bias", (self.vocab_size,), "head")
+        return parameter_list.parameters(self)
 
     def block_parameters(self, index: int, stack: str = "layers") -> Iterator[Parameter]:
         """The parameters of one transformer block of ``stack`` ("layers" or "encoder")."""
-        h, block = self.hidden_size, f"{stack}.{index}"
-        if self.input_norms:
-            yield from self._norm(f"{block}.attention_norm", h, block)
-        yield from self._attention(f"{block}.attention", block)
-        if self.output_norms:
-            yield from self._norm(f"{block}.attention_out_norm", h, block)
-        if self.is_encoder_decoder and stack == "layers":
-            yield from self._norm(f"{block}.cross_norm", h, block)
-            yield from self._attention(f"{block}.cross_attention", block)
-        if self.input_norms and not self.shared_norm:
-            yield from self._norm(f"{block}.mlp_norm", h, block)
-        yield from self._feed_forward(index, block)
-        if self.output_norms:
-            yield from self._norm(f"{block}.mlp_out_norm", h, block)
-
-    def _feed_forward(self, index: int, block: str) -> Iterator[Parameter]:
-        h = self.hidden_size
-        f = self.intermediate_size
-        if self.is_moe_layer(index):
-            e = self.num_experts
-            yield Parameter(f"{block}.mlp.router.weight", (e, h), block)
-            if self.router_score_bias:
-                yield Parameter(f"{block}.mlp.score_bias", (e,), block)
-            if self.gated:
-                yield Parameter(f"{block}.mlp.experts.gate_proj", (e, f, h), block)
-            yield Parameter(f"{block}.mlp.experts.up_proj", (e, f, h), block)
-            yield Parameter(f"{block}.mlp.experts.down_proj", (e, h, f), block)
-            if self.moe_bias:
-                yield Parameter(f"{block}.mlp.router.bias", (e,), block)
-                if self.gated:
-                    yield Parameter(f"{block}.mlp.experts.gate_bias", (e, f), block)
-                yield Parameter(f"{block}.mlp.experts.up_bias", (e, f), block)
-                yield Parameter(f"{block}.mlp.experts.down_bias", (e, h), block)
-            if self.shared_intermediate_size:
-                yield from self._mlp(f"{block}.mlp.shared", self.shared_intermediate_size, block)
-        else:
-            yield from self._mlp(f"{block}.mlp", self.dense_size, block)
-
-    def _mlp(self, prefix: str, f: int, block: str) -> Iterator[Parameter]:
-        h = self.hidden_size
-        if self.gated:
-            yield from self._linear(f"{prefix}.gate_proj", f, h, self.mlp_bias, block)
-        yield from self._linear(f"{prefix}.up_proj", f, h, self.mlp_bias, block)
-        yield from self._linear(f"{prefix}.down_proj", h, f, self.mlp_bias, block)
-
-    def _latent(self, prefix: str, rank: int, block: str) -> Iterator[Parameter]:
-        h, out = self.hidden_size, self.context_size + self.q_size - self.num_heads * self.rotated
-        if self.q_lora_rank is None:
-            yield from self._linear(f"{prefix}.q_proj", self.q_size, h, False, block)
-        else:
-            yield from self._linear(f"{prefix}.q_a_proj", self.q_lora_rank, h, self.qkv_bias, block)
-            yield Parameter(f"{prefix}.q_a_norm.weight", (self.q_lora_rank,), block)
-            yield from self._linear(f"{prefix}.q_b_proj", self.q_size, self.q_lora_rank, False, block)
-        yield from self._linear(f"{prefix}.kv_a_proj", rank + self.rotated, h, self.qkv_bias, block)
-        yield Parameter(f"{prefix}.kv_a_norm.weight", (rank,), block)
-        yield from self._linear(f"{prefix}.kv_b_proj", out, rank, False, block)
-        yield from self._linear(f"{prefix}.o_proj", h, self.context_size, self.out_bias, block)
-
-    def _attention(self, prefix: str, block: str) -> Iterator[Parameter]:
-        h = self.hidden_size
-        if self.kv_lora_rank is not None:
-            yield from self._latent(prefix, self.kv_lora_rank, block)
-            return
-        yield from self._linear(f"{prefix}.q_proj", self.q_size, h, self.qkv_bias, block)
-        yield from self._linear(f"{prefix}.k_proj", self.kv_size, h, self.qkv_bias, block)
-        yield from self._linear(f"{prefix}.v_proj", self.kv_size, h, self.qkv_bias, block)
-        yield from self._linear(f"{prefix}.o_proj", h, self.q_size, self.out_bias, block)
-        if self.qk_norm and self.qk_norm_weight:
-            joint = self.joint_qk_norm
-            yield Parameter(f"{prefix}.q_norm.weight", (self.q_size if joint else self.head_dim,), block)
-            yield Parameter(f"{prefix}.k_norm.weight", (self.kv_size if joint else self.head_dim,), block)
-        if self.attention_sinks:
-            yield Parameter(f"{prefix}.sinks", (self.num_heads,), block)
-
-    @staticmethod
-    def _linear(name: str, out: int, in_: int, bias: bool, block: str) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (out, in_), block)
-        if bias:
-            yield Parameter(f"{name}.bias", (out,), block)
-
-    def _norm(self, name: str, size: int, block: str) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (size,), block)
-        if self.norm == "layernorm" and self.norm_bias:
-            yield Parameter(f"{name}.bias", (size,), block)
+        return parameter_list.of_block(self, index, stack)
 
     # ---- from Hugging Face --------------------------------------------------------------------------------------
 

@@ -257,7 +257,7 @@ def require_sides(e: Experiment) -> None:
     for t in techniques_of(e.plan):
         if e.model.is_encoder_decoder and not t.card.encoder_decoders:
             others = ", ".join(sorted(cls.card.name for cls in registry().values() if cls.card.encoder_decoders))
-            raise Incompatible(f"{t.card.name} runs on decoders; {e.model.name} has an encoder too, with which it can be"
+            raise Incompatible(f"{t.card.name} runs on decoders; {e.model.name} has an encoder too: it can be"
                                " predicted, not run", f"techniques that run on it: {others}")  # fmt: skip
 
 
@@ -301,7 +301,7 @@ def _check_sides(e: Experiment) -> None:
                            "use a decoder")  # fmt: skip
     if e.is_training and e.training.separates_documents:
         raise Incompatible(f"{m.name} has an encoder and a decoder: its examples are pairs, one in a row, which are not"
-                           " packed", "leave document_mask out, and fine-tune with packing=false (--no-packing)")  # fmt: skip
+                           " packed", "leave document_mask out, or give packing=false (--no-packing)")  # fmt: skip
 
 
 def _check_workload(e: Experiment) -> None:

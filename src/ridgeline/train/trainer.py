@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ridgeline.data.batches import IGNORE, Batch, TextBatches, load_tokens, own_tokenizer, token_ids
 from ridgeline.data.packing import InstructionBatches, load_instructions
-from ridgeline.data.pairs import HalvedBatches, PairBatches
+from ridgeline.data.pairs import AnyBatches, HalvedBatches, PairBatches
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into
 from ridgeline.nn.model.init import DTYPES, allocate, build, init_weights
 from ridgeline.nn.model.transformer import Transformer
@@ -76,9 +76,7 @@ class StepStats:
     """Whether the plan ends training here (its budget is spent)."""
 
 
-def global_batches(
-    e: Experiment, rank: int, world: int
-) -> TextBatches | InstructionBatches | HalvedBatches | PairBatches:
+def global_batches(e: Experiment, rank: int, world: int) -> AnyBatches:
     """The batches of the experiment. Rank 0 tokenizes text, the others read its cache."""
     w, m = e.training, e.model
     if isinstance(w, FineTune) and w.instructions:

@@ -33,10 +33,9 @@ class NamePair(NamedTuple):
 
 
 def require_twin(spec: ModelSpec) -> None:
-    """Raise :class:`UserError` for a model that exists only as a spec."""
-    family = FAMILIES.get(spec.family)
-    if family is None or not family.runs:
-        known = ", ".join(kind for kind, other in FAMILIES.items() if other.runs)
+    """Raise :class:`UserError` for a model of a family that exists only as a spec."""
+    if spec.family not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise UserError(f"model {spec.name!r} of family {spec.family!r} is spec only: it can be predicted, not run",
                         f"run a model of one of these families: {known}")  # fmt: skip
 
@@ -118,6 +117,7 @@ def spellings(theirs: str) -> Iterator[str]:
     if theirs == "shared.weight":
         yield "encoder.embed_tokens.weight"
         yield "decoder.embed_tokens.weight"
+    yield f"language_model.{theirs}"  # beside an image encoder
     for prefix in ("transformer.", "model.", "bert.", "gpt_neox."):  # saved without their head, they have none
         if theirs.startswith(prefix):
             yield theirs.removeprefix(prefix)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ridgeline.nn.model.flash_blocks import computable, with_sinks
-from ridgeline.nn.model.norm import RMSNorm
+from ridgeline.nn.model.norm import RMSNorm, UnweightedRMSNorm
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.errors import unknown
@@ -376,6 +376,13 @@ class SelfAttention(nn.Module):
         return {}
 
 
+def _qk_norm(spec: ModelSpec, index: int, size: int) -> RMSNorm | UnweightedRMSNorm | None:
+    """Layer ``index``'s norm over ``size`` elements of queries or keys."""
+    if not spec.has_qk_norm(index):
+        return None
+    return RMSNorm(size, spec.norm_eps, spec.norm_offset) if spec.qk_norm_weight else UnweightedRMSNorm(spec.norm_eps)
+
+
 class Attention(SelfAttention):
     """Self-attention with separate projections, so that adapters and quantizers can replace each."""
 
@@ -391,10 +398,7 @@ class Attention(SelfAttention):
         self.o_proj = nn.Linear(spec.q_size, h, bias=spec.out_bias)
         self.joint_norm = spec.joint_qk_norm
         sizes = (spec.q_size, spec.kv_size) if spec.joint_qk_norm else (spec.head_dim, spec.head_dim)
-        self.q_norm, self.k_norm = (
-            RMSNorm(size, spec.norm_eps, spec.norm_offset, spec.qk_norm_weight) if spec.has_qk_norm(index) else None
-            for size in sizes
-        )
+        self.q_norm, self.k_norm = (_qk_norm(spec, index, size) for size in sizes)
         self.soft_cap = spec.attention_soft_cap
         self.slopes = alibi_slopes(spec.num_heads) if spec.position == "alibi" else None
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.attention_sinks else None

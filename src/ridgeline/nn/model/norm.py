@@ -81,24 +81,37 @@ class RMSNorm(nn.Module):
     Under autocast the result comes in the autocast dtype, so that the linears that read it don't cast it each again.
     """
 
-    weight: nn.Parameter | None
-
-    def __init__(self, size: int, eps: float, offset: float = 0.0, weighted: bool = True) -> None:
-        """``offset`` is added to the weight, in float32 (Gemma); not ``weighted``: there is no weight (Llama 4)."""
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        """``offset`` is added to the weight, in float32 (Gemma)."""
         super().__init__()
         self.eps, self.offset = eps, offset
-        self.register_parameter("weight", nn.Parameter(torch.ones(size)) if weighted else None)
+        self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` [..., size]; the statistics are float32 even if ``x`` is not."""
         out_dtype = compute_dtype(x)
-        weight = None if self.weight is None else local(self.weight)
-        if weight is not None and x.is_cuda and x.dtype == weight.dtype and not self.offset:
+        weight = local(self.weight)
+        if x.is_cuda and x.dtype == weight.dtype and not self.offset:
             # One fused kernel each way on CUDA. On the CPU F.rms_norm is a chain of eager operators: ours is faster.
             return F.rms_norm(x, weight.shape, weight, self.eps).to(out_dtype)
         if not torch.is_grad_enabled():  # a decode step's norms take less time than autograd's bookkeeping
             return _normalized(x, weight, self.eps, out_dtype, self.offset)[0]
         y: Tensor = _RMSNorm.apply(x, weight, self.eps, out_dtype, self.offset)  # type: ignore[no-untyped-call]
+        return y
+
+
+class UnweightedRMSNorm(nn.Module):
+    """:class:`RMSNorm` without a weight (Llama 4's on queries and keys)."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x`` over its last dimension."""
+        if not torch.is_grad_enabled():
+            return _normalized(x, None, self.eps, compute_dtype(x), 0.0)[0]
+        y: Tensor = _RMSNorm.apply(x, None, self.eps, compute_dtype(x), 0.0)  # type: ignore[no-untyped-call]
         return y
 
 

@@ -285,8 +285,8 @@ class Transformer(nn.Module):
         (with a cache: [B, everything so far]) is True for real tokens; None means all are. ``cache`` maps layer names
         to their :class:`LayerCache`. ``documents`` [B, S] numbers the packed documents of a row, which do not see each
         other and whose ``positions`` start anew (all of the sequence's, where that is divided over ranks).
-        ``source`` [B, T] is what an encoder reads, and ``source_mask`` [B, T] True for its real tokens; with a cache that
-        has read it, ``source`` may be left out.
+        ``source`` [B, T] is what an encoder reads, and ``source_mask`` [B, T] True for its real tokens; a cache that
+        has read it takes its place.
         ``return_hidden`` gives what the head would read, [B, S, H], for :func:`ridgeline.nn.token_loss`.
         """
         length, device = input_ids.shape[1], input_ids.device

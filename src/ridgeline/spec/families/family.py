@@ -54,13 +54,13 @@ def no_part(spec: ModelSpec, module: str) -> Part | None:
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``. Without ``write`` and names it is predicted, not run."""
+    """One ``model_type``."""
 
     read: Callable[[Config], Config]
     """``config.json`` → fields of :class:`ModelSpec`."""
-    write: Callable[[ModelSpec], Config] | None = None
+    write: Callable[[ModelSpec], Config]
     """The inverse."""
-    stack: str = ""
+    stack: str
     """Prefix of its blocks in a checkpoint."""
     block: Mapping[str, str] | Callable[[ModelSpec], Mapping[str, str]] = field(default_factory=dict)
     """Our modules of a block → theirs. ``mlp.experts`` is followed by the expert's number."""
@@ -89,8 +89,3 @@ class Family:
         if stack == "encoder" and self.encoder_block is not None:
             return self.encoder_block(spec)
         return self.block(spec) if callable(self.block) else self.block
-
-    @property
-    def runs(self) -> bool:
-        """Whether the torch model runs it."""
-        return bool(self.stack)

@@ -49,8 +49,9 @@ def _read_switch(c: Config) -> Config:
     sparse = [c.get(f"num_sparse_{s}_layers", 3) for s in _STACKS]
     every = {n // k if k else 0 for n, k in zip(steps, sparse, strict=True)}
     if 0 in every or len(every) > 1 or c.get("router_bias") or c.get("add_router_probs"):
-        raise UserError("switch_transformers is supported with a mixture in every N-th layer of both stacks, and a router"
-                        " without bias", "check num_sparse_encoder_layers and num_sparse_decoder_layers")  # fmt: skip
+        raise UserError("switch_transformers is supported with a mixture in every N-th layer of both stacks, whose"
+                        " router has no bias",
+                        "check num_sparse_encoder_layers and num_sparse_decoder_layers")  # fmt: skip
     step = every.pop()
     return {
         **_read(c),
@@ -114,7 +115,11 @@ def _attention(ours: str, theirs: str) -> dict[str, str]:
 
 def _feed_forward(layer: str, s: ModelSpec) -> dict[str, str]:
     inner = f"{layer}.{'mlp' if s.num_experts else 'DenseReluDense'}"
-    up = {"mlp.gate_proj": f"{inner}.wi_0", "mlp.up_proj": f"{inner}.wi_1"} if s.gated else {"mlp.up_proj": f"{inner}.wi"}
+    up = (
+        {"mlp.gate_proj": f"{inner}.wi_0", "mlp.up_proj": f"{inner}.wi_1"}
+        if s.gated
+        else {"mlp.up_proj": f"{inner}.wi"}
+    )
     mixture = {"mlp.router": f"{inner}.router.classifier", "mlp.experts": f"{inner}.experts"}
     return {**up, **mixture, "mlp.down_proj": f"{inner}.wo", "mlp_norm": f"{layer}.layer_norm"}
 
@@ -138,11 +143,11 @@ _REST = {
     "norm": "decoder.final_layer_norm",
     "head.out": "lm_head",
 }
-_NAMES = {"stack": "decoder.block", "block": _decoder, "rest": _REST, "encoder_stack": "encoder.block",
-          "encoder_block": _encoder}  # fmt: skip
+_EXPERTS = {"up_proj": "wi", "down_proj": "wo"}
 
 FAMILIES = {
-    "t5": Family(_read_t5, _write_t5, **_NAMES),  # type: ignore[arg-type]
-    "switch_transformers": Family(_read_switch, _write_switch, **_NAMES, experts={"up_proj": "wi", "down_proj": "wo"},
-                                  expert="expert_{}"),  # type: ignore[arg-type]
+    "t5": Family(_read_t5, _write_t5, "decoder.block", _decoder, _REST, encoder_stack="encoder.block",
+                 encoder_block=_encoder),
+    "switch_transformers": Family(_read_switch, _write_switch, "decoder.block", _decoder, _REST, experts=_EXPERTS,
+                                  expert="expert_{}", encoder_stack="encoder.block", encoder_block=_encoder),
 }  # fmt: skip

@@ -146,7 +146,7 @@ def adapt(g: Graph, e: Experiment, targets: Iterable[str], add: Adapt) -> Graph:
 
 
 _BEGINS = 2
-"""Side of a decoder's first layer, beside an encoder with adapters: -1, 0 and 1 are layers below the first adapter, with
+"""Side of a decoder's first layer, where an encoder has adapters: -1, 0 and 1 are layers below the first adapter, with
 it, and above."""
 
 
