@@ -179,6 +179,17 @@ def test_config_round_trip(name):
     }
 
 
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+def test_the_factor_on_gemmas_embeddings_is_rounded_as_theirs(name, ids, tmp_path):
+    theirs, _ = hf_model(name)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    seen = []
+    theirs.model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(args[0]), with_kwargs=True)
+    with torch.no_grad():
+        theirs(ids)
+        assert torch.equal(load_checkpoint(tmp_path).embed(ids, None, None), seen[0])
+
+
 def test_partial_window_is_refused():
     config = {**CONFIGS["qwen2_window"], "max_window_layers": 1}
     with pytest.raises(UserError, match="from layer 1 of 2"):

@@ -27,6 +27,7 @@ FAMILIES = {
         "logits_soft_cap": 3.0,
         "attention_multiplier": 0.25,
         "embedding_multiplier": LLAMA["hidden_size"] ** 0.5,
+        "embedding_multiplier_rounded": True,
         "activation": "gelu_tanh",
         "tie_embeddings": True,
     },

@@ -37,7 +37,8 @@ _POSITIVE = ("embedding_multiplier", "attention_multiplier", "residual_multiplie
 _LATER = (*_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
           "joint_qk_norm", "rope_interleaved", "dense_layers", "shared_intermediate_size", "router_scores",
           "router_score_bias", "router_groups", "router_groups_chosen", "router_on_input", "chunked_window",
-          "nope_layers", "qk_norm_weight", "relative_distance", "start_token", "moe_first")  # fmt: skip
+          "nope_layers", "qk_norm_weight", "relative_distance", "start_token", "moe_first",
+          "embedding_multiplier_rounded")  # fmt: skip
 """Fields that a dump leaves out at their defaults, so that the ids of experiments stored before them still hold."""
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
@@ -186,6 +187,8 @@ class ModelSpec(BaseModel):
     """Token that its decoder begins with."""
     embedding_multiplier: float | None = None
     """Multiplies the embeddings (Granite); None: 1."""
+    embedding_multiplier_rounded: bool = False
+    """Whether it is rounded to the dtype of the weights first (Gemma)."""
     attention_multiplier: float | None = None
     """Multiplies the attention scores (Granite); None: 1 / sqrt(head_dim)."""
     residual_multiplier: float | None = None

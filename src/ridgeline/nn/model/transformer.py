@@ -47,7 +47,7 @@ class InputEmbedding(nn.Module):
         super().__init__()
         h = spec.hidden_size
         self.offset = spec.position_offset
-        self.multiplier = spec.embedding_multiplier or 1.0
+        self.multiplier, self.rounded = spec.embedding_multiplier or 1.0, spec.embedding_multiplier_rounded
         self.tokens = _table(spec.vocab_size, h)
         learned = spec.position == "learned"
         self.positions = _table(spec.max_positions + spec.position_offset, h) if learned else None
@@ -65,7 +65,9 @@ class InputEmbedding(nn.Module):
         """``ids`` [B, S] → [B, S, H]; ``positions`` default to ``start``, ``start`` + 1, …, ``token_types`` to 0."""
         x: Tensor = self.tokens(ids)
         if self.multiplier != 1:
-            x = x * self.multiplier
+            x = x * (
+                float(torch.tensor(self.multiplier, dtype=x.dtype, device="cpu")) if self.rounded else self.multiplier
+            )
         if self.positions is not None:
             if positions is None:
                 first = start + self.offset
