@@ -6,13 +6,16 @@ import json
 import pytest
 import torch
 from tests.nn.conftest import PAIRS, randomize, spec_of
+from tests.nn.test_peft import filled
 from torch.utils.checkpoint import checkpoint
 
 from ridgeline.nn import build, load_checkpoint, make_cache, save_checkpoint, token_loss
+from ridgeline.nn.checkpoint.peft import save_lora
 from ridgeline.nn.model.generate import decode, generate, prefill
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.model import ModelSpec
+from ridgeline.train.adapter_folder import attach, merged_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -145,3 +148,17 @@ def test_mixtures_elsewhere_are_refused():
     assert [spec_of("switch_third").is_moe_layer(i) for i in range(3)] == [False, True, False]
     with pytest.raises(UserError, match="every N-th layer of both"):
         ModelSpec.from_config({**PAIRS["switch"], "num_layers": 6, "num_sparse_encoder_layers": 2})
+
+
+def test_peft_loads_an_adapter_of_both_stacks(pair, ids, source, tmp_path):
+    peft = pytest.importorskip("peft")
+    theirs, ours = pair
+    loaded = filled(ours, {"rank": 3, "targets": ["q_proj", "v_proj", "o_proj"]})
+    attach(ours, loaded)
+    save_lora(tmp_path / "adapter", ours.spec, loaded.technique.model_dump(mode="json"), loaded.state, "")
+    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        want = adapted(input_ids=source, decoder_input_ids=ids).logits
+        torch.testing.assert_close(ours(ids, source=source), want, atol=1e-4, rtol=1e-4)
+        merged = merged_model(tmp_path, tmp_path / "adapter")
+        torch.testing.assert_close(merged(ids, source=source), want, atol=1e-4, rtol=1e-4)

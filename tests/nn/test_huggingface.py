@@ -132,6 +132,24 @@ def test_stacked_experts_load(name, ids, tmp_path):
         torch.testing.assert_close(load_checkpoint(tmp_path)(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_llama4_beside_its_image_encoder_loads(ids, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    theirs, _ = hf_model("llama4")
+    theirs.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    whole = {f"language_model.{name}": t for name, t in state.items()} | {
+        "vision_model.class_embedding": torch.zeros(8)
+    }
+    save_file(whole, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama4", "text_config": config, "vision_config": {}})
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(load_checkpoint(tmp_path)(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_headless_names_load(name, ids, tmp_path):
     """The hub's oldest files: no prefix (gpt2), TensorFlow's norm names (bert)."""

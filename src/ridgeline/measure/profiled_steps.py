@@ -281,7 +281,7 @@ def _moves_data(node: ProfileNode) -> bool:
 
 def label(path: str) -> str:
     """``layers.3.attention.q_proj`` → ``attention.q_proj``: the same part of every layer is one row."""
-    return re.sub(r"^layers\.\d+\.?", "", path) or "block"
+    return re.sub(r"^(layers|encoder)\.\d+\.?", "", path) or "block"
 
 
 def _numel(shape: list[int]) -> int:
