@@ -10,8 +10,11 @@ Parts:
             largest batch that fits, all within the same device and host memory: measured and predicted
     prefix  time to the first token of a prompt of 4096 tokens that was served before: never, its blocks in the pool, in
             host memory, on disk, and on disk after a restart; equal tokens are asserted
-    peers   in a memory cgroup that leaves a quarter of the checkpoint beside the process: ours from disk, and
-            accelerate's disk offload (transformers); equal greedy tokens are asserted. Needs root and cgroup v1
+    peers   in a memory cgroup that leaves a quarter of the checkpoint beside the process: ours from disk, accelerate's
+            disk offload (transformers), and with --llama-cpp PYTHON (one that has llama-cpp-python) llama.cpp's mapped
+            file of the same fp32 weights; equal greedy tokens are asserted. Needs root and cgroup v1
+    many    the same memory and model, 128 sequences of 16 + 16 tokens: the policy that flexgen settles, and accelerate
+            with the largest batch that is not killed
 
 Threads are PyTorch's (set OMP_NUM_THREADS).
 """
@@ -23,6 +26,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from ridgeline import catalog, experiments
 from ridgeline.graph import decode_graph
@@ -39,6 +44,7 @@ from ridgeline.measure.cells.generation_cell import _built, timed_generation
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.probing.disk import file_rate
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+from ridgeline.nn.checkpoint.formats.gguf import write_gguf
 from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
@@ -55,6 +61,8 @@ MODEL = ModelSpec(name="beyond", family="llama", vocab_size=2048, hidden_size=10
 PROMPT, OUTPUT = 16, 6
 LARGE = MODEL.changed(name="beyond-large", hidden_size=2048, num_layers=12, num_heads=16, num_kv_heads=16,
                       intermediate_size=5632)  # fmt: skip
+MANY = (128, 16, 16)
+"""Sequences, tokens of each prompt, tokens of each answer."""
 BATCHES = (1, 8, 32, 128)
 PLANS = {
     "device": [],
@@ -138,7 +146,7 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     batch = 128
     draw = random.Random(0)
     plans = {"flexgen": (["flash_attention", "flexgen"], batch)}
-    for i in range(8):
+    for i in range(20):
         wh = draw.randint(0, 40)
         shares = f"weights_device=0,weights_host={wh},cache_device=0,cache_host={draw.randint(0, 45 - wh)}"
         n = draw.choice((4, 8, 16, 32))
@@ -204,13 +212,13 @@ def prefix(checkpoint: str, rounds: int, folder: str) -> dict[str, Any]:
             "spread": {k: statistics.pstdev(v) / statistics.median(v) for k, v in seconds.items()}}  # fmt: skip
 
 
-def generate(checkpoint: str, plan: list[str], batch: int) -> dict[str, Any]:
+def generate(e: Experiment, ids: torch.Tensor) -> dict[str, Any]:
     """Seconds of each token, and the tokens."""
-    model, ids = model_of(experiment(checkpoint, plan, batch)), prompt(batch)
+    model, (batch, length), count = model_of(e), ids.shape, e.workload.output_len  # type: ignore[union-attr]
     times, tokens = [], []
     with torch.inference_mode():
-        cache = make_cache(model, batch, PROMPT + OUTPUT)
-        for i in range(OUTPUT):
+        cache = make_cache(model, batch, length + count)
+        for i in range(count):
             start = time.perf_counter()
             logits = decode(model, last, cache) if i else prefill(model, ids, cache)  # noqa: F821
             last = logits.argmax(-1)
@@ -226,6 +234,8 @@ def confined(command: list[str], job: dict[str, Any], limit: int) -> dict[str, A
     script = f'echo $$ > {GROUP}/cgroup.procs && exec "$@"'
     p = subprocess.run(["bash", "-c", script, "worker", *command], input=json.dumps(job), text=True,
                        capture_output=True, check=False)  # fmt: skip
+    if p.returncode == -signal.SIGKILL:
+        raise MemoryError
     if p.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {p.returncode}: {p.stderr[-800:]}")
     found: dict[str, Any] = json.loads(p.stdout.strip().splitlines()[-1])
@@ -234,55 +244,124 @@ def confined(command: list[str], job: dict[str, Any], limit: int) -> dict[str, A
 
 def forget(checkpoint: str) -> None:
     """Drop the files from the page cache: what another process read there, a cgroup would not be charged for."""
-    for file in Path(checkpoint).glob("*.safetensors"):
+    for file in (*Path(checkpoint).glob("*.safetensors"), *Path(checkpoint).glob("*.gguf")):
         with file.open("rb") as f:
             os.fsync(f.fileno())
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def peers(checkpoint: str, folder: str, rounds: int) -> dict[str, Any]:
-    """Ours and accelerate's in turns, each in a cgroup with a quarter of the checkpoint beside its process."""
+def vocabulary(file: Path) -> None:
+    """A byte-level BPE tokenizer with the model's number of tokens, of a module of Python's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=MODEL.vocab_size, special_tokens=["<|endoftext|>"],
+                                  initial_alphabet=alphabet, show_progress=False)  # fmt: skip
+    tokenizer.train([argparse.__file__], trainer)
+    assert tokenizer.get_vocab_size() == MODEL.vocab_size
+    tokenizer.save(str(file))
+
+
+def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str) -> dict[str, Any]:
+    """Ours and others in turns, each in a cgroup with a quarter of the checkpoint beside its process."""
     size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
     limit = size // 4 + PROCESS
     here = Path(__file__)
     job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "layers": LARGE.num_layers, "folder": folder,
-           "output_len": OUTPUT}  # fmt: skip
+           "output_len": OUTPUT, "gguf": f"{checkpoint}/fp32.gguf",
+           "plan": ["zero_inference:parameters=nvme"]}  # fmt: skip
     contestants = {
-        "ridgeline": [sys.executable, str(here), "--worker", "zero_inference:parameters=nvme"],
+        "ridgeline": [sys.executable, str(here), "--worker"],
         "accelerate": [sys.executable, str(here.parent / "peers" / "accelerate_worker.py")],
     }
     rows = []
     for batch in (1, 32):
-        steps: dict[str, list[float]] = {name: [] for name in contestants}
+        some = dict(contestants)
+        if llama_cpp and batch == 1:
+            some["llama.cpp"] = [llama_cpp, str(here.parent / "peers" / "llama_cpp_worker.py")]
+        steps: dict[str, list[float]] = {name: [] for name in some}
         answers: dict[str, Any] = {}
-        version = ""
+        versions: dict[str, str] = {}
         for _ in range(rounds):
-            for name, command in contestants.items():
+            for name, command in some.items():
                 forget(checkpoint)
                 found = confined(command, {**job, "prompt": prompt(batch).tolist(), "batch": batch}, limit)
                 steps[name] += found["seconds"][1:]
                 assert answers.setdefault("tokens", found["tokens"]) == found["tokens"], f"{name}: other tokens"
-                version = found.get("version", version)
+                versions |= {name: found["version"]} if "version" in found else {}
         medians = {name: statistics.median(v) for name, v in steps.items()}
-        rows.append({"batch": batch, "accelerate": version, "step_s": medians,
+        rows.append({"batch": batch, "versions": versions, "step_s": medians,
                      "spread": {n: statistics.pstdev(v) / medians[n] for n, v in steps.items()},
-                     "ratio": medians["accelerate"] / medians["ridgeline"]})  # fmt: skip
+                     "ratio": {n: medians[n] / medians["ridgeline"] for n in some}})  # fmt: skip
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return {"limit_bytes": limit, "checkpoint_bytes": size, "rows": rows}
 
 
+def many(checkpoint: str, folder: str) -> dict[str, Any]:
+    """Seconds for MANY sequences within a quarter of the checkpoint's size beside the process."""
+    size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
+    limit = size // 4 + PROCESS
+    here = Path(__file__)
+    count, length, new = MANY
+    prompts = torch.randint(MODEL.vocab_size, (count, length), generator=torch.Generator().manual_seed(2)).tolist()
+    local, room = catalog.cluster("local"), size / 4
+    host = Host(name="staging", cores=os.cpu_count() or 1, memory_bytes=room / 4,
+                memory_bandwidth=local.device.memory_bandwidth)  # fmt: skip
+    disk = file_rate(next(Path(checkpoint).glob("*.safetensors")))
+    device = local.device.model_copy(update={"memory_bytes": room * 3 / 4, "host": host, "disk": disk})
+    w = {"kind": "generate", "checkpoint": checkpoint, "batch_size": count, "prompt_len": length, "output_len": new}
+    cluster = local.model_copy(update={"device": device})
+    e = experiments.make(checkpoint, cluster, w, ["flash_attention", "flexgen:overlap=true"])
+    job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "layers": LARGE.num_layers, "folder": folder,
+           "output_len": new, "plan": e.plan.strings()}  # fmt: skip
+    forget(checkpoint)
+    ours = confined([sys.executable, str(here), "--worker"], {**job, "prompt": prompts}, limit)
+    worker = [sys.executable, str(here.parent / "peers" / "accelerate_worker.py")]
+    for batch in (64, 32, 16, 8, 4):
+        forget(checkpoint)
+        try:
+            confined(worker, {**job, "prompt": prompts[:batch], "output_len": 2}, limit)
+        except MemoryError:
+            continue
+        break
+    seconds, tokens = 0.0, []
+    for first in range(0, count, batch):
+        forget(checkpoint)
+        found = confined(worker, {**job, "prompt": prompts[first : first + batch]}, limit)
+        seconds += sum(found["seconds"])
+        tokens += zip(*found["tokens"], strict=True)
+    same = sum(a == tuple(b) for a, b in zip(tokens, zip(*ours["tokens"], strict=True), strict=True))
+    out = {"sequences": count, "prompt": length, "output": new, "plan": e.plan.strings(), "same_answers": same,
+           "predicted_s": predict(e).metrics["e2e_s"].value,
+           "seconds": {"ridgeline": sum(ours["seconds"]), "accelerate": seconds},
+           "accelerate_batch": batch, "accelerate": found["version"],
+           "ratio": seconds / sum(ours["seconds"])}  # fmt: skip
+    print(json.dumps(out), file=sys.stderr, flush=True)
+    return out
+
+
+def worker() -> None:
+    """Ours in the cgroup: one generation of the job on standard input."""
+    job = json.load(sys.stdin)
+    torch.set_num_threads(job["threads"])
+    catalog.allow_unprobed()
+    ids = torch.tensor(job["prompt"])
+    w = {"kind": "generate", "checkpoint": job["checkpoint"], "batch_size": len(ids), "prompt_len": ids.shape[1],
+         "output_len": job["output_len"]}  # fmt: skip
+    print(json.dumps(generate(experiments.make(job["checkpoint"], "local", w, job["plan"]), ids)))
+
+
 def main() -> None:
-    """Run both parts."""
+    """Run the parts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="tiers,flexgen,prefix,peers")
+    parser.add_argument("--only", default="tiers,flexgen,prefix,peers,many")
+    parser.add_argument("--llama-cpp", default="", help="Python that has llama-cpp-python")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        job = json.load(sys.stdin)
-        torch.set_num_threads(job["threads"])
-        catalog.allow_unprobed()
-        print(json.dumps(generate(job["checkpoint"], [args.worker], job["batch"])))
+        worker()
         return
     where = tempfile.mkdtemp(dir=os.environ.get("TMPDIR", "."))
     try:
@@ -299,10 +378,16 @@ def main() -> None:
             out["prefix"] = prefix(long, args.rounds, str(Path(where) / "blocks"))
         if "flexgen" in args.only:
             out["flexgen"] = flexgen(checkpoint, args.rounds)
-        if "peers" in args.only:
+        if "peers" in args.only or "many" in args.only:
             shutil.rmtree(checkpoint)
             save_checkpoint(build(LARGE, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=5e8)
-            out["peers"] = peers(checkpoint, str(Path(where) / "offload"), args.rounds)
+        if "peers" in args.only:
+            if args.llama_cpp:  # which reads no file without a vocabulary
+                vocabulary(Path(checkpoint) / "tokenizer.json")
+                write_gguf(Path(checkpoint), Path(checkpoint) / "fp32.gguf")
+            out["peers"] = peers(checkpoint, str(Path(where) / "offload"), args.rounds, args.llama_cpp)
+        if "many" in args.only:
+            out["many"] = many(checkpoint, str(Path(where) / "offload"))
     finally:
         shutil.rmtree(where)
     text = json.dumps(out, indent=1)

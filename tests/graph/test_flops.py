@@ -81,6 +81,12 @@ def test_recompute(spec, twins, options):
     assert g.model_flops == plain.flops
 
 
+def test_recompute_to_the_end_of_each_block(spec, twins):
+    plain = twins(spec).graph()
+    _, _, g = assert_equal_flops(twins(spec, ["recompute:early_stop=false"]))
+    assert g.flops - plain.flops == sum(o.flops * b.repeat for b in plain.blocks if b.is_layer for o in b.forward)
+
+
 def test_recompute_with_flash_attention(spec, twins):
     assert_equal_flops(twins(spec, ["recompute", "flash_attention"]))
 

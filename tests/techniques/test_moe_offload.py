@@ -15,6 +15,8 @@ from ridgeline.measure.cells.generation_cell import generation_cell
 from ridgeline.nn.memory.expert_cache import ExpertCache
 from ridgeline.nn.memory.layer_stream import HostSource, LayerTensor, layer_tensors
 from ridgeline.nn.memory.meter import Meter
+from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.packed_model import holds_codes
 from ridgeline.predict import predict
 from ridgeline.spec.errors import Incompatible, UserError
 
@@ -187,3 +189,40 @@ def test_refusals():
         experiments.make("llama2-7b", "a100", {"kind": "generate"}, ["moe_offload"])
     with pytest.raises(Incompatible, match="experts=9 of 8"):
         experiments.make("mixtral-8x7b", "a100", {"kind": "generate"}, ["moe_offload:experts=9"])
+
+
+@pytest.mark.parametrize("how", ["gptq:bits=4,group_size=32,expert_bits=3", "rtn:bits=4,group_size=32,expert_bits=2"])
+def test_attention_and_experts_in_different_bits(tmp_path, how):
+    """The mixed quantization of the paper: its files hold both widths, and experts move in the smaller one."""
+    source = checkpoint(tmp_path / "m", {**MIXTRAL, "hidden_size": 64, "intermediate_size": 64})
+    squeeze(source, tmp_path / "small", how)
+    narrow = int(how[-1])
+    _, model = built(tmp_path / "small")
+    assert {layer.bits for layer in holds_codes(model)} == {4, narrow}
+    for name, layer in model.named_modules():
+        if isinstance(layer, PackedLinear):
+            assert layer.bits == (narrow if ".experts." in name else 4), name
+    with pytest.raises(UserError, match="holds codes of"):  # the plan says what is there
+        built(tmp_path / "small", "rtn:bits=4,group_size=32")
+    built(tmp_path / "small", f"rtn:bits=4,group_size=32,expert_bits={narrow}")
+    want = tokens(model)
+    for tier in ("cpu", "nvme"):
+        _, moved = built(tmp_path / "small", f"moe_offload:experts=1,parameters={tier},path={tmp_path / 'scratch'}")
+        torch.testing.assert_close(tokens(moved)[1], want[1], rtol=1e-5, atol=1e-6)
+
+
+def test_bits_of_experts_are_predicted():
+    w = {"kind": "generate", "batch_size": 1, "prompt_len": 64, "output_len": 8}
+
+    def parameters(plan):
+        r = predict(experiments.make("mixtral-8x7b", "a100-80g-sxm", w, [plan]))
+        return next(m.bytes for m in r.memory if m.category == "parameters"), r.metrics["bits_per_weight"].value
+
+    four, three, mixed = (parameters(f"gptq:group_size=64,{x}") for x in ("bits=4", "bits=3", "bits=4,expert_bits=3"))
+    assert three[0] <= mixed[0] < four[0]
+    assert three[1] < mixed[1] < four[1]
+    experts = 32 * 8 * 3 * 4096 * 14336
+    others = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096)
+    assert mixed[1] == pytest.approx((three[1] * experts + four[1] * others) / (experts + others))
+    with pytest.raises(Incompatible, match="no experts"):
+        experiments.make("llama2-7b", "a100", w, ["rtn:bits=4,expert_bits=3"])

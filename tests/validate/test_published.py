@@ -13,10 +13,10 @@ from ridgeline.validate import memory_rows as memory
 from ridgeline.validate import training_rows as training
 from ridgeline.validate.csv_table import CsvRow
 
-CLAIMED = 0.049
-"""docs/accuracy.md, "In short": training runs on A100."""
-PTDP = 0.078
-"""docs/accuracy.md: "four runs of Megatron-LM, mean error 7.8 % as shipped"."""
+CLAIMED = 0.025
+"""docs/accuracy.md: iteration times of Megatron 22B to 1T."""
+PTDP = 0.024
+"""docs/accuracy.md, table of families: Megatron-LM of 2021, the mean as shipped."""
 
 STUDY = {  # arXiv:2205.05198, table 5: seconds of an iteration with full recomputation, and as the paper proposes
     "megatron-22B": (1.42, 1.10, 8, 1, 4, 4, 1),
@@ -57,7 +57,7 @@ def test_recomputation_study_on_a100():
             ))  # fmt: skip
             errors.append(abs(case.error))
     print(f"errors {[f'{e:.1%}' for e in errors]}, mean {fmean(errors):.1%}")
-    assert fmean(errors) <= CLAIMED
+    assert fmean(errors) <= CLAIMED + 0.0005, "what the page rounds away"
 
 
 def test_megatron_at_scale_on_a100():

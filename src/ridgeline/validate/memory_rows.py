@@ -72,7 +72,7 @@ def experiment(row: CsvRow, baseline: bool = False) -> Experiment:
         plan.append(f"pipeline:degree={pp},{how}")
     policy = row.cells.get("activation_recompute", "").strip()
     if policy in ("full", "attn_only") and not baseline:
-        plan.append(f"recompute:policy={'full' if policy == 'full' else 'selective'}")
+        plan.append("recompute:early_stop=false" if policy == "full" else "recompute:policy=selective")
     workload = Pretrain(
         seq_len=row.count("seq_len", spec.max_positions),
         batch_size=micros * share,

@@ -189,7 +189,8 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
     if degrees["cp"] > 1:
         plan.append(f"ring_attention:degree={degrees['cp']}")
     if policy in ("full", "1", "true", "yes", "block", "uniform", "all"):
-        plan.append("recompute:policy=full")
+        # llm-foundry asks for PyTorch's own checkpoints, the others' are reentrant
+        plan.append(f"recompute:early_stop={str(row.text('family', '') == 'mpt').lower()}")
     elif policy.startswith(("sel", "attn")):
         if not flash:
             plan.append("recompute:policy=selective")

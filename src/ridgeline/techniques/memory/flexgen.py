@@ -1,10 +1,10 @@
-"""FlexGen: weights and cache over device, host memory and disk, several batches through every layer at a time."""
+"""FlexGen: weights, cache and activations over device, host memory and disk, several batches through every layer."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
-from ridgeline.techniques.memory.flexgen_policy import PassCosts, PolicyCosts, place
+from ridgeline.techniques.memory.flexgen_policy import KINDS, PassCosts, PolicyCosts, place
 from ridgeline.techniques.memory.zero_inference import arriving, weights_change
 from ridgeline.techniques.parallel.divide_operators import host_copy
 from ridgeline.techniques.registry import techniques_of
@@ -21,16 +21,18 @@ from ridgeline.techniques.technique import Ask, Card, Phase, Technique
 if TYPE_CHECKING:
     from ridgeline.runtime.build import Build
 
-_SHARES = ("weights_device", "weights_host", "cache_device", "cache_host")
+_SHARES = tuple(f"{kind}_{tier}" for kind in KINDS for tier in ("device", "host"))
 _RESERVE = 0.05
 """Share of a memory that the placement leaves free."""
+_STAGED = 3
+"""Buffers in host memory for what is on its way to and from disk, each of one part of the batch."""
 
 
 class FlexGen(Technique):
     """Divide the batch into ``batches``, take all of them through a layer before the next layer's weights come
-    (the zig-zag schedule), and spread weights and key/value cache over device, host memory and disk. Attention to a
-    cache outside the device is computed on the host. What is left open is found by a linear program over the shares,
-    for each number of batches (FlexGen)."""
+    (the zig-zag schedule), and spread weights, key/value cache and the hidden states between layers over device, host
+    memory and disk. Attention to a cache outside the device is computed on the host. What is left open is found by a
+    linear program over the shares, for each number of batches (FlexGen)."""
 
     card: ClassVar[Card] = Card(
         name="flexgen",
@@ -48,15 +50,18 @@ class FlexGen(Technique):
     batches: int | None = Field(default=None, ge=1)
     """Parts of the batch that pass through a layer one after the other; None: the best of the powers of two."""
     weights_device: int | None = Field(default=None, ge=0, le=100)
-    """Percent of the layers that stay on the device; None (as all four): what the linear program finds."""
+    """Percent of the layers that stay on the device; None (as all that follow): what the linear program finds."""
     weights_host: int | None = Field(default=None, ge=0, le=100)
     """Percent of the layers in host memory; the rest are on disk."""
     cache_device: int | None = Field(default=None, ge=0, le=100)
     """Percent of the key/value cache on the device."""
     cache_host: int | None = Field(default=None, ge=0, le=100)
     """Percent of it in host memory; the rest is on disk."""
-    activations: Literal["device", "cpu"] = "device"
-    """Where hidden states of all batches are between two layers."""
+    activations_device: int | None = Field(default=None, ge=0, le=100)
+    """Percent of the batches whose hidden states are on the device between two layers; None beside given shares of
+    weights and cache: all."""
+    activations_host: int | None = Field(default=None, ge=0, le=100)
+    """Percent of them in host memory; the rest is on disk."""
     overlap: bool = True
     """Whether transfers run beside computation; false: one after the other, for comparison."""
     path: str | None = None
@@ -114,7 +119,7 @@ class FlexGen(Technique):
             return None
         # Whole percent, so that what was found can be written down; what is cut off goes one tier out.
         percent = {name: math.floor(100 * share + 1e-6) for name, share in found.items()}
-        for kind in ("weights", "cache"):
+        for kind in KINDS:
             if found[f"{kind}_disk"] < 1e-6:
                 percent[f"{kind}_host"] = 100 - percent[f"{kind}_device"]
         return self.model_copy(update={"batches": n, **{name: percent[name] for name in _SHARES}})
@@ -122,35 +127,40 @@ class FlexGen(Technique):
     def _costs(self, e: Experiment, n: int, ask: Ask) -> PolicyCosts:
         """What each share costs: differences of predictions in which nothing overlaps."""
 
-        def asked(weights: str, cache: str, overlap: bool = False) -> Result:
-            where = {"weights_device": weights == "device", "weights_host": weights == "host",
-                     "cache_device": cache == "device", "cache_host": cache == "host"}  # fmt: skip
-            shares = {name: 100 * int(here) for name, here in where.items()}
+        def asked(overlap: bool = False, **tiers: str) -> Result:
+            shares = {f"{kind}_{tier}": 100 * int(tiers.get(kind, "device") == tier)
+                      for kind in KINDS for tier in ("device", "host")}  # fmt: skip
             return ask(self.model_copy(update={"batches": n, "overlap": overlap, **shares}).placed(e))
 
-        device, host, disk = asked("device", "device"), asked("host", "device"), asked("disk", "device")
-        outside, on_disk = asked("device", "host"), not _coded(e)
-        far = asked("device", "disk") if on_disk else outside
+        on_disk = not _coded(e)
+        device, host, disk = asked(), asked(weights="host"), asked(weights="disk")
+        outside = asked(cache="host")
+        far = asked(cache="disk") if on_disk else outside
+        hidden, away = asked(activations="host"), asked(activations="disk")
         serial = e.cluster.device.kind == "cpu"
         passes: list[PassCosts] = []
-        for base, copied, read, hosted, moved in zip(*map(_seconds, (device, host, disk, outside, far)), strict=True):
+        results = (device, host, disk, outside, far, hidden, away)
+        for base, copied, read, hosted, moved, left, spilled in zip(*map(_seconds, results), strict=True):
             copies = copied - base
             passes.append(PassCosts(base, copies, read - base - (0.0 if serial else copies), hosted - base,
-                                    moved - hosted))  # fmt: skip
+                                    moved - hosted, left - base, spilled - left))  # fmt: skip
         memory = {m.category: m.bytes for m in device.memory}
         weights, cache = host.metrics["host_bytes"].value, memory["kv_cache"]
-        least = sum(m.bytes for m in asked("host", "host", self.overlap).memory)
+        least = sum(m.bytes for m in asked(self.overlap, weights="host", cache="host", activations="host").memory)
         d = e.cluster.device
         room = math.inf if d.host is None else (1 - _RESERVE) * d.host.memory_bytes / e.cluster.devices_per_node
         steps = e.workload.output_len - 1  # type: ignore[union-attr]
         space = max(0.0, (1 - _RESERVE) * d.memory_bytes - least)
-        return PolicyCosts(passes[0], passes[1], steps, weights, cache, space, room, on_disk, serial)
+        return PolicyCosts(passes[0], passes[1], steps, weights, cache, hidden.metrics["host_bytes"].value, space, room,
+                           on_disk, serial)  # fmt: skip
 
     def check(self, e: Experiment) -> None:
         """Needs whole shares, a batch that divides, and a cache that it can place."""
         given = [name for name in _SHARES if getattr(self, name) is not None]
-        self.needs(len(given) in (0, 4), f"{', '.join(given)} without the other shares", "give all four, or none")
-        for kind in ("weights", "cache"):
+        several = [name for name in given if not name.startswith("activations")]
+        self.needs(len(several) in (0, 4) and len(given) in (0, 4, 6), f"{', '.join(given)} without the other shares",
+                   "give those of weights and cache, and of activations both or none; or none at all")  # fmt: skip
+        for kind in KINDS:
             total = self.share(f"{kind}_device") + self.share(f"{kind}_host")
             self.needs(total <= 1 + 1e-9, f"{kind}_device and {kind}_host are {100 * total:.0f} percent",
                        "give shares that sum to 100 or less")  # fmt: skip
@@ -183,6 +193,10 @@ class FlexGen(Technique):
         flat = spread(layers * n, self.share("cache_device"), self.share("cache_host"))
         return [flat[i * n : (i + 1) * n] for i in range(layers)]
 
+    def activation_tiers(self) -> list[str]:
+        """The tier of the hidden states of each part of the batch."""
+        return spread(self.batches or 1, self.share("activations_device"), self.share("activations_host"))
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Weights come once for all batches; the cache's part outside the device is read where it is."""
         n = self.micro_batches(e)
@@ -191,15 +205,15 @@ class FlexGen(Technique):
         share = {tier: tiers.count(tier) / len(tiers) for tier in ("device", "host", "disk")}
         cache = n * g.kv_cache
         g.kv_cache = cache * share["device"]
-        g.host_bytes += cache * share["host"]
+        g.host_bytes += cache * share["host"] + cache / len(tiers) * min(tiers.count("disk"), _STAGED)
         residual = max((o.bytes / 3 for b in g.blocks for o in b.forward if o.kind == "residual"), default=0.0)
-        if self.activations == "device":
-            g.buffers += 2 * (n - 1) * residual
-        else:
-            g.host_bytes += 2 * n * residual
+        hidden = self.activation_tiers()
+        if n > 1 or hidden != ["device"]:
+            g.buffers += hidden.count("device") * residual
+            g.host_bytes += (hidden.count("host") + min(hidden.count("disk"), _STAGED)) * residual
         self._weights(g, e)
         self._cache(g, e, cache, share)
-        self._hidden(g, e, n * residual)
+        self._hidden(g, e, residual, hidden)
         return g
 
     def _weights(self, g: Graph, e: Experiment) -> None:
@@ -250,16 +264,17 @@ class FlexGen(Technique):
             if b.is_layer:
                 b.gather_forward += ops
 
-    def _hidden(self, g: Graph, e: Experiment, size: float) -> None:
-        """Copies of all batches' hidden states, in and out of every layer."""
-        if self.activations == "cpu" and e.cluster.device.kind == "gpu":
-            behind = "layers" if self.overlap else ""
-            ops = [
-                changed(host_copy(f"hidden.{kind}", kind, size, "forward"), behind=behind) for kind in ("h2d", "d2h")
-            ]
-            for b in g.blocks:
-                if b.is_layer:
-                    b.gather_forward += ops
+    def _hidden(self, g: Graph, e: Experiment, size: float, tiers: list[str]) -> None:
+        """Copies of the batches' hidden states, each of ``size`` bytes, in and out of every layer."""
+        moves: list[tuple[str, float]] = []
+        if e.cluster.device.kind == "gpu":
+            moves += [(kind, size * (len(tiers) - tiers.count("device"))) for kind in ("h2d", "d2h")]
+        moves += [(kind, size * tiers.count("disk")) for kind in ("disk_read", "disk_write")]
+        behind = "layers" if self.overlap else ""
+        ops = [changed(host_copy(f"hidden.{k}", k, moved, "forward"), behind=behind) for k, moved in moves if moved]
+        for b in g.blocks:
+            if b.is_layer:
+                b.gather_forward += ops
 
     def apply(self, run: Build) -> None:
         """Put weights and cache where they rest, after making sure that the disk will do."""
@@ -270,8 +285,8 @@ class FlexGen(Technique):
 
         layers = run.experiment.model.num_layers
         folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
-        spread_over_tiers(run, self.layer_tiers(layers), self.cache_tiers(layers), folder, int(self.overlap),
-                          self.activations == "cpu")  # fmt: skip
+        spread_over_tiers(run, self.layer_tiers(layers), self.cache_tiers(layers), self.activation_tiers(), folder,
+                          int(self.overlap))  # fmt: skip
 
 
 def spread(count: int, device: float, host: float) -> list[str]:

@@ -1,4 +1,5 @@
-"""Weights and cache over three tiers, and the zig-zag schedule (FlexGen, arXiv:2303.06865, sections 4.1 and 4.2)."""
+"""Weights, cache and hidden states over three tiers, and the zig-zag schedule (FlexGen, arXiv:2303.06865, sections 4.1
+and 4.2)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.memory.cache_tiers import CacheDisk, HostCache
+from ridgeline.nn.memory.hidden_tiers import HiddenStates
 from ridgeline.nn.memory.layer_stream import LayerStream, layer_tensors, size_of
 from ridgeline.nn.memory.meter import return_freed_memory
 from ridgeline.nn.memory.tiered_store import PAGE, mark_host
@@ -20,23 +22,26 @@ from ridgeline.runtime.resting_weights import RestingWeights
 
 
 def spread_over_tiers(
-    run: Build, layers: Sequence[str], caches: Sequence[Sequence[str]], folder: Path, ahead: int,
-    hidden_on_host: bool = False,
+    run: Build, layers: Sequence[str], caches: Sequence[Sequence[str]], hidden: Sequence[str], folder: Path, ahead: int,
 ) -> None:  # fmt: skip
     """``layers``: the tier of each layer's weights; ``caches``: those of the cache of each layer and part of the
-    batch. Every layer takes the parts one after the other, while ``ahead`` layers and caches are fetched;
-    ``hidden_on_host``: between layers, their hidden states rest in host memory."""
+    batch; ``hidden``: those of each part's hidden states between two layers. Every layer takes the parts one after the
+    other, while ``ahead`` layers, caches and hidden states are fetched."""
     _place_weights(run, layers, folder, ahead)
     run.model.cache_of = _Caches(run.model.cache_of, caches, folder, ahead)
-    model, parts = run.model, len(caches[0])
-    for block in model.layers.values():
-        block.forward = partial(_by_parts, block.forward, parts, run.device, hidden_on_host)
-    if hidden_on_host:
-        for ends in (model.embed, model.norm):
-            if ends is not None:
-                ends.forward = partial(_by_parts, ends.forward, parts, run.device, hidden_on_host)
-        if model.head is not None:
-            model.head.register_forward_pre_hook(lambda _, args: (args[0].to(run.device), *args[1:]))
+    model, states = run.model, HiddenStates(hidden, folder, run.device, ahead > 0)
+    if len(hidden) == 1 and hidden[0] == "device":
+        for block in model.layers.values():
+            block.forward = partial(_whole, block.forward)
+        return
+    assert model.embed is not None
+    for module in (model.embed, *model.layers.values()):
+        module.forward = partial(_by_parts, module.forward, states)
+    last = model.norm if model.norm is not None else model.head
+    assert last is not None
+    last.forward = partial(_together, last.forward, states)
+    if model.head is not None and last is not model.head:
+        model.head.register_forward_pre_hook(lambda _, args: (args[0].to(run.device), *args[1:]))
 
 
 def _place_weights(run: Build, tiers: Sequence[str], folder: Path, ahead: int) -> None:
@@ -95,21 +100,37 @@ class _Caches:
         return self._inner(shape, dtype, device)
 
 
-def _by_parts(forward: Any, parts: int, device: torch.device, on_host: bool, x: Tensor, *args: Any) -> Tensor:
-    """A module's pass over ``x`` [B, …], a part of the sequences at a time; of its other arguments, a cache has parts
-    of its own. ``on_host``: the result rests in host memory."""
-    size = x.shape[0] // parts
+def _own(args: Sequence[Any], part: int) -> list[Any]:
+    """A part's arguments: of them, a cache has parts of its own."""
+    return [a.parts[part] if isinstance(a, PartedCache) else a for a in args]
+
+
+def _whole(forward: Any, x: Tensor, *args: Any) -> Tensor:
+    """A layer's pass over a batch that is not divided."""
+    out: Tensor = forward(x, *_own(args, 0))
+    return out
+
+
+def _by_parts(forward: Any, states: HiddenStates, x: Tensor | HiddenStates, *args: Any) -> HiddenStates:
+    """A module's pass over ``x`` (token ids [B, S], or hidden states), a part of the sequences at a time."""
+    size = 0 if isinstance(x, HiddenStates) else len(x) // len(states.tiers)
+    for i in range(len(states.tiers)):
+        read = x[i] if isinstance(x, HiddenStates) else x[i * size : (i + 1) * size]
+        states[i] = forward(read, *_own(args, i))
+    return states
+
+
+def _together(forward: Any, states: HiddenStates, x: HiddenStates) -> Tensor:
+    """The last module's pass: its outputs in one tensor [B, …], on the device if all hidden states are there."""
     out: Tensor | None = None
-    for i in range(parts):
-        rows = slice(i * size, (i + 1) * size)
-        own = (a.parts[i] if isinstance(a, PartedCache) else a for a in args)
-        y: Tensor = forward(x[rows].to(device), *own)
-        if parts == 1 and not on_host:
-            return y
+    outside = any(tier != "device" for tier in states.tiers)
+    for i in range(len(states.tiers)):
+        y: Tensor = forward(x[i])
         if out is None:
-            out = y.new_empty((len(x), *y.shape[1:]), device="cpu" if on_host else device)
-            if on_host:
+            out = y.new_empty((len(y) * len(states.tiers), *y.shape[1:]), device="cpu" if outside else y.device)
+            if outside:
                 mark_host(out)
-        out[rows] = y
+        out[i * len(y) : (i + 1) * len(y)] = y
+    states.clear()
     assert out is not None
     return out

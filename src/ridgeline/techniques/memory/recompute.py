@@ -42,6 +42,9 @@ class Recompute(Technique):
     neither, for each block, so that the peak fits into ``budget`` with the least recomputation."""
     every: int = Field(default=1, ge=1)
     """With policy full: recompute one block in this many."""
+    early_stop: bool = True
+    """Stop recomputing a block at the last tensor that backward needs, as PyTorch does since 2.1; without, its last
+    product and collective run again too, as in Megatron-LM and in all reentrant checkpoints."""
     budget: Size | None = None
     """With policy budget: bytes of device memory for the whole step on one rank, e.g. 2GB."""
     full_blocks: int | None = Field(default=None, ge=0)
@@ -143,7 +146,7 @@ class Recompute(Technique):
 
         def close(graph: Graph) -> None:
             kinds = self.kinds(len(order))
-            _drop(graph, [kinds[i] for i in order], in_order=self.policy == "budget")
+            _drop(graph, [kinds[i] for i in order], self.policy == "budget", self.early_stop)
 
         g.closing.append(close)
         return g
@@ -157,7 +160,7 @@ class Recompute(Technique):
         from ridgeline.nn.model.attention import SelfAttention
 
         # The model has no dropout, so there is no random state to restore.
-        again = partial(partial, checkpoint, use_reentrant=False, preserve_rng_state=False)
+        again = partial(partial, checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=self.early_stop)
         spec = run.model.spec
         kinds, first = self.kinds(_blocks(run.experiment)), {"encoder": 0, "layers": spec.encoder_layers}
         for name, block in run.model.blocks.items():
@@ -190,7 +193,7 @@ def _advice(e: Experiment) -> str:
     return ", ".join(filter(None, known))
 
 
-def _drop(g: Graph, kinds: list[str], in_order: bool) -> None:
+def _drop(g: Graph, kinds: list[str], in_order: bool, early_stop: bool) -> None:
     """Recompute the layers named by ``kinds`` (in the order of the graph); only the input of each is kept.
 
     ``in_order``: layers of one kind are adjacent in the model; otherwise they alternate with the others.
@@ -210,7 +213,7 @@ def _drop(g: Graph, kinds: list[str], in_order: bool) -> None:
                 part.repeat = mine.count(kind)
                 blocks.append(part)
                 if kind == "full":
-                    _full(part, g.residual)
+                    _full(part, g.residual, early_stop)
                 elif kind == "selective":
                     _selective(part)
                 if in_order and kind != "none":
@@ -227,8 +230,8 @@ def _again(ops: list[Op]) -> list[Op]:
     ]
 
 
-def _full(b: Block, kept: float) -> None:
-    """Repeat the whole forward pass, except what comes after the last tensor that backward needs.
+def _full(b: Block, kept: float, early_stop: bool) -> None:
+    """Repeat the whole forward pass; with ``early_stop`` except what comes after the last tensor that backward needs.
 
     A matrix multiplication saves only its inputs, so the last one of a pre-norm layer is not run again.
     """
@@ -237,8 +240,12 @@ def _full(b: Block, kept: float) -> None:
     quantized = any(o.kind == "cast" and o.param == b.forward[end].param for o in b.forward[:end])
     if b.forward[end].kind != "gemm" or quantized:
         end += 1
+    if not early_stop:
+        end = len(b.forward)
     b.recomputed = _rebuilt(b)
-    b.saved = {"input": Saved(kept, frozenset({"recompute"}))}
+    again = frozenset({"recompute"})
+    read = {k: Saved(s.bytes, again) for k, s in b.saved.items() if k == "encoder_output"}
+    b.saved = {"input": Saved(kept, again), **read}
     b.backward = _again(b.forward[:end]) + b.backward
 
 

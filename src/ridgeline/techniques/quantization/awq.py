@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.quantization.weight_only import WeightOnly
+from ridgeline.techniques.quantization.weight_only import EXPERTS, WeightOnly
 from ridgeline.techniques.technique import Card, Technique
 
 if TYPE_CHECKING:
@@ -51,8 +51,9 @@ class AWQ(WeightOnly):
         from ridgeline.runtime.compress_build import store_nearest
 
         grid = run.affine(self.bits, self.group_size, self.symmetric)
+        for_experts = run.affine(self.expert_bits or self.bits, self.group_size, self.symmetric)
         run.before_block.append(lambda job: self._fold(job, grid))
-        run.at_site.append(lambda site: store_nearest(site, grid))
+        run.at_site.append(lambda site: store_nearest(site, for_experts if EXPERTS in site.name else grid))
 
     def _fold(self, job: BlockJob, grid: Grid) -> None:
         import torch

@@ -59,7 +59,7 @@ class FineQuant(WeightOnly):
         from ridgeline.runtime.compress_build import store_nearest
 
         size = self.chosen(site.together())
-        store_nearest(site, run.affine(self.bits, size, self.symmetric, self.mse), group_size=size)
+        store_nearest(site, run.affine(self.bits_of(site.name), size, self.symmetric, self.mse), group_size=size)
 
     def chosen(self, weight: Tensor) -> int:
         """The group size for ``weight`` [out, in]: always ``in`` divided by a power of two."""

@@ -80,12 +80,12 @@ class FPTQ(WeightOnly):
     def _solver(self, run: CompressBuild) -> Callable[[Site], None]:
         if self.solver == "gptq":
             run.wants.add("gram")
-            gptq = GPTQ(bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)
+            gptq = GPTQ(bits=self.bits, group_size=self.group_size, symmetric=self.symmetric,
+                        expert_bits=self.expert_bits)  # fmt: skip
             return lambda site: gptq.solve(run, site)
         from ridgeline.runtime.compress_build import store_nearest
 
-        grid = run.affine(self.bits, self.group_size, self.symmetric)
-        return lambda site: store_nearest(site, grid)
+        return lambda site: store_nearest(site, run.affine(self.bits_of(site.name), self.group_size, self.symmetric))
 
     def _decide(self, job: BlockJob, decided: dict[str, InputCode]) -> None:
         from ridgeline.nn.quant.activation_quant import InputCode

@@ -54,7 +54,7 @@ class GPTQ(WeightOnly):
 
         assert site.gram is not None
         weight, keep = site.together(), site.keeps()
-        fitted = run.affine(self.bits, self.group_size, self.symmetric, self.mse).fit(weight)
+        fitted = run.affine(self.bits_of(site.name), self.group_size, self.symmetric, self.mse).fit(weight)
         solved = sweep(weight, site.gram, fitted, None if keep is None else Given(keep), self.act_order, self.damp,
                        self.block)  # fmt: skip
         packed = fitted.pack(solved.weight)

@@ -92,7 +92,7 @@ class QuantEase(WeightOnly):
         from ridgeline.techniques.quantization.quantease_torch import descend, largest
 
         assert site.gram is not None
-        keep, grid = site.keeps(), run.affine(self.bits, self.group_size, self.symmetric, self.mse)
+        keep, grid = site.keeps(), run.affine(self.bits_of(site.name), self.group_size, self.symmetric, self.mse)
         # Both solvers exclude inputs that are never active; the grids that they fit must agree on that.
         weight = site.together().masked_fill(site.gram.diagonal() == 0, 0)
         start, notes = None, {}

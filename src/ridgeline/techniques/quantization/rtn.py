@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ridgeline.runtime.build import Build
-    from ridgeline.runtime.compress_build import CompressBuild
+    from ridgeline.runtime.compress_build import CompressBuild, Site
 
 
 class RTN(WeightOnly):
@@ -56,6 +56,7 @@ class RTN(WeightOnly):
             return
         self.needs(self.bits in (4, 8), f"a training base is held in int4 or int8, not {self.bits} bits",
                    "use bits=4 or bits=8")  # fmt: skip
+        self.needs(self.expert_bits is None, "a training base leaves experts as they are", "leave out expert_bits")
         self.needs(self.symmetric and not self.mse, "a training base is rounded symmetrically to the largest weight",
                    "use symmetric=true and mse=false")  # fmt: skip
         for p in e.model.block_parameters(0):
@@ -94,7 +95,7 @@ class RTN(WeightOnly):
         """Replace the linears of every block by quantized ones; where nothing trains, in the format of the fast
         kernels."""
         if not run.experiment.is_training:
-            packed(run, self.card.name, self.bits, self.group_size, self.symmetric, codes_dense=True, mse=self.mse)
+            packed(run, self, codes_dense=True, mse=self.mse)
             return
         from ridgeline.nn.quant.quantized import IntLinear, replace_linears
 
@@ -104,8 +105,10 @@ class RTN(WeightOnly):
         """Round the layers of a site to nearest."""
         from ridgeline.runtime.compress_build import store_nearest
 
-        grid = run.affine(self.bits, self.group_size, self.symmetric, self.mse)
-        run.at_site.append(lambda site: store_nearest(site, grid))
+        def round_site(site: Site) -> None:
+            store_nearest(site, run.affine(self.bits_of(site.name), self.group_size, self.symmetric, self.mse))
+
+        run.at_site.append(round_site)
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Dequantize the weights."""

@@ -39,6 +39,8 @@ class SmoothInt8(WeightOnly):
     """Always the whole row: integer products sum over it before they are scaled."""
     symmetric: Literal[True] = True
     """Always true: integer products need no zero points."""
+    expert_bits: None = None
+    """Always as the others: integer products have 8 bits."""
     threshold: float = Field(default=6.0, ge=0)
     """Magnitude from which an input is computed in full precision; 0: never."""
     alpha: float = Field(default=0.0, ge=0, le=1)

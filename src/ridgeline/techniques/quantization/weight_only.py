@@ -41,6 +41,12 @@ class WeightOnly(Technique):
     """Inputs that share a scale; 0: the whole row."""
     symmetric: bool = True
     """Whether the range is centered on zero; False: a zero point per group is stored too."""
+    expert_bits: int | None = Field(default=None, ge=2, le=8)
+    """Bits per weight of a mixture's experts; None: those of the other layers."""
+
+    def bits_of(self, name: str) -> int:
+        """Bits per weight of the parameter, layer or site ``name``."""
+        return self.bits if self.expert_bits is None or EXPERTS not in name else self.expert_bits
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -49,6 +55,8 @@ class WeightOnly(Technique):
 
     def check(self, e: Experiment) -> None:
         """Groups must divide the rows."""
+        self.needs(self.expert_bits is None or e.model.num_experts > 0, f"{e.model.name} has no experts",
+                   "leave out expert_bits")  # fmt: skip
         for name, (_, width) in widths(e).items():
             if self.group_size:
                 self.needs(width % self.group_size == 0,
@@ -62,25 +70,27 @@ class WeightOnly(Technique):
     def apply(self, run: Build) -> None:
         """A compressed checkpoint's layers are quantized already; random weights get quantized layers of the same
         format."""
-        packed(run, self.card.name, self.bits, self.group_size, self.symmetric)
+        packed(run, self)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Shrink the weights to what is stored of them; kernels dequantize them on load."""
-        return shrunk(g, e, self.bits, self.group_size, self.symmetric)
+        return shrunk(g, e, self)
 
     def note(self, e: Experiment, result: Result) -> None:
         """Report the bytes of the checkpoint, and the stored bits per weight."""
-        size, bits = stored(e, self.bits, self.group_size, self.symmetric)
+        size, bits = stored(e, self)
         size += 16 * coded_matrices(e) * self.own_format  # our format stores four sizes per tensor, others two
         result.metrics["checkpoint_bytes"] = Metric(value=size, unit="bytes", better="lower", source="graph")
         result.metrics["bits_per_weight"] = Metric(value=bits, better="lower", source="graph")
 
 
+EXPERTS = ".experts."
+"""In the names of a mixture's experts."""
 CODED = ("_proj.weight", ".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")
 """Name suffixes of quantized parameters."""
 
 
-def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool) -> Graph:
+def shrunk(g: Graph, e: Experiment, t: WeightOnly) -> Graph:
     """The graph with the blocks' linear layers (and experts) quantized as :mod:`ridgeline.spec.lowbit` specifies."""
     device = "cpu" if e.cluster.device.kind == "cpu" else "cuda"
 
@@ -89,7 +99,8 @@ def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool)
         for p in b.params:
             if p.name.endswith(CODED) and p.dtype != "ternary":  # qmoe's experts are already quantized
                 out, width = p.shape[-2:]
-                each = held_bytes(out, width, bits, group_size, symmetric, device) / (out * width)
+                bits = t.bits_of(p.name)
+                each = held_bytes(out, width, bits, t.group_size, t.symmetric, device) / (out * width)
                 dtype = "int4" if bits <= 4 else "int8"
                 held_as[p.name] = each, p.bytes_per_element, dtype
                 p.bytes_per_element, p.dtype, p.trainable = each, dtype, False
@@ -99,7 +110,7 @@ def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool)
     return g.each_block(shrink, layers_only=True)
 
 
-def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[int, float]:
+def stored(e: Experiment, t: WeightOnly) -> tuple[int, float]:
     """(bytes of all tensors of the model's checkpoint in the compressed-tensors format, stored bits per weight of its
     linear layers).
 
@@ -112,8 +123,9 @@ def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[
             total += p.numel * wide
             continue
         out, width = p.shape[-2:]
-        total += p.numel // (out * width) * checkpoint_bytes(out, width, bits, group_size, symmetric)
-        kept += p.numel * bits_per_weight(width, bits, group_size, symmetric)
+        form = t.bits_of(p.name), t.group_size, t.symmetric
+        total += p.numel // (out * width) * checkpoint_bytes(out, width, *form)
+        kept += p.numel * bits_per_weight(width, *form)
         count += p.numel
     return round(total), kept / max(1, count)
 
@@ -143,9 +155,7 @@ def _checkpoint_dtype(e: Experiment) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(dtype, "fp32")
 
 
-def packed(
-    run: Build, name: str, bits: int, group_size: int, symmetric: bool, codes_dense: bool = False, mse: bool = False
-) -> None:
+def packed(run: Build, t: WeightOnly, codes_dense: bool = False, mse: bool = False) -> None:
     """Make a generating model's linear layers compute from quantized weights.
 
     Those of a compressed checkpoint do; weights without a checkpoint (or, where ``codes_dense``, of a dense one) are
@@ -161,20 +171,21 @@ def packed(
         weight = run.model.get_parameter(name).detach()
         wide = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float16
         weight = (weight if expert is None else weight[expert]).float()
-        return Affine(bits, group_size, symmetric, mse, wide).fit(weight).pack(weight), None
+        return Affine(t.bits_of(name), t.group_size, t.symmetric, mse, wide).fit(weight).pack(weight), None
 
     w = run.experiment.workload
     assert isinstance(w, (Generate, Serve))
     layers = holds_codes(run.model)
     if layers:
-        wrong = sorted({layer.bits for layer in layers} - {bits})
+        name = t.card.name
+        wrong = sorted({layer.bits for layer in layers} - {t.bits, t.expert_bits})
         if wrong:
-            raise UserError(f"{w.checkpoint} holds codes of {wrong[0]} bits, {name} asks for {bits}",
+            raise UserError(f"{w.checkpoint} holds codes of {wrong[0]} bits, {name} asks for {t.bits}",
                             f"use {name}:bits={wrong[0]}, or compress it again")  # fmt: skip
     elif w.checkpoint and not codes_dense:
         raise UserError(
             f"{w.checkpoint} is not compressed yet",
-            f"run `ridgeline compress {w.checkpoint} --with {name} --out DIR` and generate from DIR",
+            f"run `ridgeline compress {w.checkpoint} --with {t.card.name} --out DIR` and generate from DIR",
         )
     else:
         device = next(run.model.parameters()).device
