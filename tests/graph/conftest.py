@@ -83,7 +83,11 @@ def fitting(spec, plan):
     return plan
 
 
-@pytest.fixture(params=FAMILIES)
+RARE = ("t5", "llama4_dense_between")
+"""What these have, others have too."""
+
+
+@pytest.fixture(params=[pytest.param(f, marks=pytest.mark.nightly) if f in RARE else f for f in FAMILIES])
 def spec(request):
     return ModelSpec.from_config(FAMILIES[request.param], name=request.param)
 
