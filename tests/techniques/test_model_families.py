@@ -130,9 +130,10 @@ def test_the_same_tokens(sources, family, plan, tmp_path, monkeypatch):
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
 @pytest.mark.parametrize("options", ["experts=2", "experts=1,staging=1,guess=2", "experts=2,parameters=nvme"])
-def test_experts_outside_the_device(sources, options, tmp_path):
-    want = tokens(built(sources["qwen3_moe"])[1])
-    got = tokens(built(sources["qwen3_moe"], f"moe_offload:{options},path={tmp_path / 'scratch'}")[1])
+def test_experts_outside_the_device(sources, family, options, tmp_path):
+    want = tokens(built(sources[family])[1])
+    got = tokens(built(sources[family], f"moe_offload:{options},path={tmp_path / 'scratch'}")[1])
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)  # their addresses may choose other kernels

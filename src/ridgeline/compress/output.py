@@ -204,12 +204,13 @@ def their_tensors(
             continue
         found = []
         for link in group:
-            own = layers.get(layer_of(link))
-            each = _experts(link, layers, spec.num_experts)
-            piece = own.weight if own is not None else ours[link.ours] if not each else torch.stack(
-                [expert.weight for expert in each])  # fmt: skip
-            if own is None and link.expert is not None:
-                piece = piece[link.expert]
+            own, each = layers.get(layer_of(link)), _experts(link, layers, spec.num_experts)
+            if each:
+                piece = torch.stack([expert.weight for expert in each])
+            elif own is not None:
+                piece = own.weight
+            else:
+                piece = ours[link.ours] if link.expert is None else ours[link.ours][link.expert]
             found.append(piece.mT if link.transpose else piece)
         tensors[theirs] = joined(found, group[0].part).to(dtype)
     return tensors, stored
