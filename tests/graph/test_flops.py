@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from tests.graph.conftest import fitting
+from tests.graph.conftest import FAMILIES, fitting
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ridgeline import experiments, nn
 from ridgeline.graph import decode_graph, prefill_graph
 from ridgeline.predict.common import rewritten
+from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.registry import check
 
 aten = torch.ops.aten
@@ -69,6 +70,15 @@ def test_flash_attention(spec, twins):
     narrower = each * (spec.head_dim - spec.context_size // spec.num_heads)
     assert backward - in_graph(naive, "backward") == each * spec.head_dim + 2 * narrower
     assert in_graph(g, "forward") == in_graph(naive, "forward") + narrower
+
+
+def test_capped_attention_leaves_out_the_future(twins):
+    spec = ModelSpec.from_config({**FAMILIES["gemma2"], "max_position_embeddings": 512}, name="gemma2")
+    naive = twins(spec, seq_len=300).graph()
+    forward, _, _ = assert_equal_flops(twins(spec, ["flash_attention"], seq_len=300), "meta")
+    whole = 2 * 2 * 2 * spec.num_heads * spec.head_dim * 300**2  # of one of three layers: the others have a window
+    left = 128 * 128 + 128 * 256 + 44 * 300
+    assert forward == in_graph(naive, "forward") - whole * (1 - left / 300**2)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,20 @@ def test_prompt_in_pieces(attention, ids):
         torch.testing.assert_close(decode(model, ids[:, 10], cache), model(ids[:, :11])[:, -1], atol=1e-5, rtol=1e-5)
 
 
+def test_capped_attention_in_blocks_is_that_of_all_at_once():
+    model = build(spec_of("gemma2"), dtype=torch.float64)
+    randomize(model)
+    ids = torch.randint(96, (1, 300), generator=torch.Generator().manual_seed(3))
+    found = []
+    for attention in ("naive", "flash"):
+        model.set_attention(attention)
+        model.zero_grad()
+        logits = model(ids)
+        logits.logsumexp(-1).sum().backward()
+        found.append((logits.detach(), model.layers["1"].attention.k_proj.weight.grad.clone()))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_generate_stops_at_eos_and_samples_by_seed(ids):
     model = build(spec_of("llama"))
     randomize(model)

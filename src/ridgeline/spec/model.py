@@ -47,6 +47,8 @@ ROW = ("o_proj", "down_proj")
 """Linear layers whose inputs it divides, so that their outputs are partial sums."""
 LATENT = ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm")
 """Modules of multi-head latent attention before its heads, which every rank has whole."""
+CAPPED_ROWS = 128
+"""Queries whose scores exist at a time in attention that caps them; keys behind all of them are left out."""
 FROZEN = (".score_bias",)
 """How the names of parameters end that no gradient trains."""
 

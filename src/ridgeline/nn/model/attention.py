@@ -19,7 +19,7 @@ from ridgeline.nn.model.norm import RMSNorm, UnweightedRMSNorm
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.errors import unknown
-from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.model import CAPPED_ROWS, ModelSpec
 
 
 class ScoreChanges(NamedTuple):
@@ -251,7 +251,7 @@ def _flash_changed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, changes: ScoreCh
     """Fused attention with ALiBi as a bias, and sinks in the softmax's denominator. It has no soft caps: those need the
     score matrix."""
     if changes.soft_cap is not None:
-        return _blocked(q, k, v, _whole(mask, q, k))
+        return _blocked(q, k, v, _whole(mask, q, k), mask.causal)
     bias, causal = mask.bias, mask.causal
     if changes.slopes is not None:
         bias, causal = _with_slopes(q, k, mask, changes), False
@@ -282,25 +282,24 @@ def _with_slopes(q: Tensor, k: Tensor, mask: Mask, changes: ScoreChanges) -> Ten
     return bias
 
 
-_ROWS = 128
-"""Queries of a block."""
-
-
-def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attention by its definition over blocks of queries, whose scores are computed again in backward."""
-    parts = []
-    for start in range(0, q.shape[2], _ROWS):
-        rows = slice(start, start + _ROWS)
+def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, causal: bool) -> Tensor:
+    """Attention by its definition over blocks of queries, whose scores are computed again in backward. ``causal``: the
+    last queries are of the last keys, and no query sees later ones."""
+    parts, length, total = [], q.shape[2], k.shape[2]
+    for start in range(0, length, CAPPED_ROWS):
+        rows = slice(start, start + CAPPED_ROWS)
+        keys = slice(0, min(total, total - length + rows.stop) if causal else total)
         bias = mask.bias
-        bias = bias[..., rows, :] if bias is not None and bias.shape[-2] > 1 else bias
+        bias = bias[..., rows, keys] if bias is not None and bias.shape[-2] > 1 else bias
 
         def compute(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
             return naive_attention(q, k, v, mask._replace(bias=bias))
 
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            parts.append(checkpoint(compute, q[:, :, rows], k, v, bias, use_reentrant=False))
+            part = checkpoint(compute, q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, use_reentrant=False)
+            parts.append(part)
         else:
-            parts.append(compute(q[:, :, rows], k, v, bias))
+            parts.append(compute(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 

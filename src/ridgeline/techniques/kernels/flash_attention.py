@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ridgeline.graph.graph import BIASED, LATENT, PORTABLE, Block, Graph, Op, Saved
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import CAPPED_ROWS
 from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
@@ -79,9 +81,11 @@ class FlashAttention(Technique):
         later = self.generation in (None, 2) and e.cluster.device.architecture.lower() in _AFTER_AMPERE
 
         def fuse(b: Block) -> None:
-            masked = (cut and (b.kind[1] or not mixed)) or separate or capped
-            kernel = BIASED if first or masked else PORTABLE if later else ""
-            _fuse(b, groups, batch, e.model.causal and not masked, kernel if e.is_training else "")
+            masked = (cut and (b.kind[1] or not mixed)) or separate
+            kernel = BIASED if first or masked or capped else PORTABLE if later else ""
+            causal = e.model.causal and not masked
+            share = _computed(length) if capped and causal and length > 1 else 1.0
+            _fuse(b, groups, batch, causal, kernel if e.is_training else "", share)
 
         g = g.each_block(fuse, layers_only=True)
         return g.each_block(_keep_operands, layers_only=True) if capped else g
@@ -99,16 +103,23 @@ _PARTS = ("scores", "soft_cap", "mask", "softmax", "values")
 _BACKWARD_PARTS = ("soft_cap.bwd", "values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")
 
 
-def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
+def _computed(length: int) -> float:
+    """The part of all scores that is computed where blocks of queries leave out the keys behind them."""
+    ends = [*range(CAPPED_ROWS, length, CAPPED_ROWS), length]
+    return sum(end * (end - start) for start, end in pairwise([0, *ends])) / length**2
+
+
+def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str, share: float) -> None:
     """Replace the operators of every attention of a block of ``batch`` sequences; ``groups`` query heads share one
-    key/value head; ``causal``: the kernel may skip the masked half of self-attention in a decoder."""
+    key/value head; ``causal``: the kernel may skip the masked half of self-attention in a decoder; ``share``: the part
+    of the products that is counted."""
     for prefix in ("attention", "cross_attention"):
         scores = next((o for o in b.forward if o.name == f"{prefix}.scores"), None)
         if scores is None:
             continue
         heads, q_len, kv_len, dim = scores.shape
         value = next(o.shape[2] for o in b.forward if o.name == f"{prefix}.values")
-        flops = 4.0 * heads * q_len * kv_len * dim
+        flops = 4.0 * heads * q_len * kv_len * dim * share
         elements = float(heads * (2 * q_len + 2 * kv_len) * dim)
         width = scores.bytes / (heads * q_len * dim + heads * kv_len * dim + heads * q_len * kv_len)
         width = 2.0 if scores.dtype in ("bf16", "fp16") else max(width, 4.0) if scores.dtype == "fp32" else width
