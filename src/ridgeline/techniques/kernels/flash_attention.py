@@ -106,7 +106,8 @@ _BACKWARD_PARTS = ("soft_cap.bwd", "values.dprobs", "values.dv", "softmax.bwd", 
 def _computed(length: int) -> float:
     """The part of all scores that is computed where blocks of queries leave out the keys behind them."""
     ends = [*range(CAPPED_ROWS, length, CAPPED_ROWS), length]
-    return sum(end * (end - start) for start, end in pairwise([0, *ends])) / (length * length)
+    found: int = sum(end * (end - start) for start, end in pairwise([0, *ends]))
+    return found / (length * length)
 
 
 def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str, share: float) -> None:
