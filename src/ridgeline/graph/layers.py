@@ -171,7 +171,7 @@ class Builder:
             stored = (f"{prefix}.k_proj", f"{prefix}.v_proj")
             self.block.forward = [o for o in self.block.forward if o.name not in stored]
         if (kept := self.block.saved.get("encoder_output")) is not None:
-            self.block.saved["encoder_output"] = Saved(kept.bytes / self.spec.num_layers, kept.users)
+            self.block.saved["encoder_output"] = Saved(kept.bytes // self.spec.num_layers, kept.users)
         self._core(prefix, d, d, self.spec.num_kv_heads, self.source)
 
     def latent_attention(self, prefix: str, source: str) -> None:
