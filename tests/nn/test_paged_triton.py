@@ -11,7 +11,9 @@ from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, naive
 
 @pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 16), (6, 2, 24), (8, 1, 64)])
 @pytest.mark.parametrize("block", [1, 16])
-@pytest.mark.parametrize(("window", "changed"), [(0, ""), (70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")])
+@pytest.mark.parametrize(
+    ("window", "changed"), [(0, ""), (70, ""), (-70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")]
+)
 def test_pages_give_what_gathered_keys_give(heads, groups, width, block, window, changed):
     generator = torch.Generator().manual_seed(heads + block)
     lengths = torch.tensor([1, 65, 300, 17], dtype=torch.int32)
@@ -25,7 +27,8 @@ def test_pages_give_what_gathered_keys_give(heads, groups, width, block, window,
                "sinks": ScoreChanges(None, None, sinks)}.get(changed)  # fmt: skip
     got = paged_decode(*(t.to(DEVICE) for t in (q, keys, values, table, lengths)), block, window, changes).cpu()
     for b, n in enumerate(lengths.tolist()):
-        at = torch.arange(max(0, n - window) if window else 0, n)
+        at = torch.arange(max(0, n - window) if window > 0 else 0, n)
+        at = at[at // 70 == (n - 1) // 70] if window < 0 else at
         slots = table[b].long()[at // block] * block + at % block
         k, v = keys[:, slots], values[:, slots]
         k, v = (t[None].double() for t in (k, v))

@@ -25,12 +25,14 @@ _PROGRAMS = 264
 
 @triton.jit
 def _part(q, k, v, table, lengths, acc, stats, slopes, sinks, slots, blocks, groups, repeat, window, part, splits,
-          scale, cap, CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr,
-          WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+          scale, cap, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr,
+          BLOCK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
+          TILE: tl.constexpr):  # fmt: skip
     """Attention of one sequence's heads of one group over keys ``part * i`` to ``part * (i + 1)``."""
     b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + b)
-    first = tl.maximum(s * part, tl.maximum(0, length - window))
+    first = (length - 1) // window * window if CHUNKED else tl.maximum(0, length - window)
+    first = tl.maximum(s * part, first)
     last = tl.minimum((s + 1) * part, length)
     heads, wide = tl.arange(0, HEADS), tl.arange(0, PADDED)
     mine, inside = heads < repeat, wide < WIDTH
@@ -96,7 +98,8 @@ def paged_decode(
     """Attention of ``q`` [B, H, D] over the pool ``keys`` and ``values`` [G, slots, D] → [B, H, D].
 
     ``table`` [B, blocks] int32 names each sequence's blocks of ``block`` slots, ``lengths`` [B] int32 its tokens;
-    ``window``: newest tokens that are seen, 0: all. ``changes``: what happens to scores.
+    ``window``: newest tokens that are seen, 0: all, negative: those of the last chunk of so many. ``changes``: what
+    happens to scores.
     """
     batch, heads, width = q.shape
     groups, slots, _ = keys.shape
@@ -113,9 +116,9 @@ def paged_decode(
     sinks = out if changes.sinks is None else changes.sinks.float().contiguous()
     _part[batch, groups, splits](
         q.contiguous(), keys, values, table, lengths, acc, stats, slopes, sinks, slots, table.shape[1], groups, repeat,
-        window or 2**30, part, splits, width**-0.5, changes.soft_cap or 1.0, CAPPED=changes.soft_cap is not None,
-        SLOPES=changes.slopes is not None, SINKS=changes.sinks is not None, BLOCK=block, WIDTH=width, PADDED=padded,
-        HEADS=triton.next_power_of_2(repeat), TILE=TILE,
+        abs(window) or 2**30, part, splits, width**-0.5, changes.soft_cap or 1.0, CHUNKED=window < 0,
+        CAPPED=changes.soft_cap is not None, SLOPES=changes.slopes is not None, SINKS=changes.sinks is not None,
+        BLOCK=block, WIDTH=width, PADDED=padded, HEADS=triton.next_power_of_2(repeat), TILE=TILE,
     )  # fmt: skip
     _merge[(batch * heads,)](acc, stats, out, splits, WIDTH=width, PADDED=padded, SPLITS=triton.next_power_of_2(splits))
     return out
