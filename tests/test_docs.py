@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from tests.compress.test_driver import COMPRESSED, DENSELY
+from tests.graph.conftest import FAMILIES as GRAPHS
+from tests.nn.conftest import CONFIGS, PAIRS
+from tests.serve.test_engine import SERVED
+from tests.train.test_families import CONFIGS as TRAINED
 
 from ridgeline import catalog, experiments
 from ridgeline.cli.base import app
@@ -16,6 +21,7 @@ from ridgeline.docs.effects import Effects
 from ridgeline.docs.measured import from_ablation, from_compression, from_rows
 from ridgeline.predict import predict
 from ridgeline.report.units import metric, size, times
+from ridgeline.spec.families import FAMILIES as READERS
 from ridgeline.techniques.registry import registry
 
 ROOT = Path(__file__).parents[1]
@@ -193,3 +199,28 @@ def test_commands_in_the_documentation_exist_with_their_options():
         assert used <= options, f"{page}: ridgeline {name}: {sorted(used - options)}"
         seen += 1
     assert seen > 50
+
+
+def _covered(families, covered):
+    """A cell of the table of families: a tick where all of a row are tested, else those that are."""
+    found = [f for f in families if f in covered]
+    return "✓" if found == families else ", ".join(f"`{f}`" for f in found) or "no"
+
+
+def test_the_table_of_families_is_what_the_tests_cover():
+    def kinds(configs):
+        return {config["model_type"] for config in configs.values()}
+
+    text = (ROOT / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
+    packed = kinds(COMPRESSED) - set(DENSELY)
+    listed = []
+    for name, _, _, files, flops, trains, served, compressed in rows:
+        families = re.findall(r"`(\w+)`", name.partition("(")[0])
+        listed += families
+        assert files == _covered(families, kinds(CONFIGS) | kinds(PAIRS)), name
+        assert flops == _covered(families, kinds(GRAPHS)), name
+        assert trains == _covered(families, kinds(TRAINED) | kinds(PAIRS)), name
+        assert served == ("embeddings" if families == ["bert"] else _covered(families, kinds(SERVED))), name
+        assert compressed == ("densely" if set(families) <= set(DENSELY) else _covered(families, packed)), name
+    assert sorted(listed) == sorted(READERS)

@@ -36,8 +36,8 @@ def test_entry_is_complete(name):
     spec = catalog.model(name)
     assert spec.name == name
     assert spec.source
-    if spec.family != "t5":
-        own_width = spec.family.startswith(("qwen3", "gpt_oss", "gemma", "deepseek"))
+    if not spec.is_encoder_decoder:
+        own_width = spec.family.startswith(("qwen3", "gpt_oss", "gemma", "deepseek", "llama4"))
         assert spec.head_dim * spec.num_heads == spec.hidden_size or own_width
 
 
@@ -91,7 +91,7 @@ def test_counts_agree_with_transformers():
             return tf.OPTForCausalLM(tf.OPTConfig(**opt, **width, max_position_embeddings=m.max_positions))
         if m.family == "bert":
             return tf.BertForMaskedLM(tf.BertConfig(**bert, max_position_embeddings=m.max_positions))
-        if m.num_experts and m.family == "t5":
+        if m.family == "switch_transformers":
             sparse = m.num_layers // m.moe_every
             moe = {"num_experts": m.num_experts, "num_sparse_encoder_layers": sparse}
             config = tf.SwitchTransformersConfig(**t5, **moe, num_sparse_decoder_layers=sparse)

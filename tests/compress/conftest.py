@@ -46,7 +46,7 @@ class Bench:
         path = self.folder / name
         if path.exists():
             return path
-        spec = LLAMA.model_copy(update=changes)
+        spec = LLAMA.changed(**changes)
         tokens = load_tokens(self.text, spec.vocab_size)
         model = build(spec, seed=0)
         ids = torch.from_numpy(tokens.ids.astype("int64"))

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from tests.graph.conftest import fitting
+from tests.graph.conftest import FAMILIES, fitting
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ridgeline import experiments, nn
 from ridgeline.graph import decode_graph, prefill_graph
 from ridgeline.predict.common import rewritten
+from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.registry import check
 
 aten = torch.ops.aten
@@ -22,8 +23,9 @@ def _fused_backward(grad, q, k, v, *_, out_shape=None, **__):
 
 
 def _bmm(a, b, *_, out_shape=None, **__):
-    # A matrix-vector product is aten.mv, which the counter leaves out; matmul sometimes runs one as a bmm.
-    return 0 if b[-1] == 1 else 2 * a[0] * a[1] * a[2] * b[2]
+    # A matrix-vector product is aten.mv, which the counter leaves out; matmul sometimes runs one as a bmm. That of one
+    # query and one key is none.
+    return 0 if b[-1] == 1 < a[1] else 2 * a[0] * a[1] * a[2] * b[2]
 
 
 # The counter knows CUDA's fused kernels only; on the meta device there are none, so flash runs on the CPU's.
@@ -45,8 +47,8 @@ def in_graph(g, direction):
 
 
 def assert_equal_flops(twins, device="cpu"):
-    run, ids, g = twins.real(device), twins.batch(device), twins.graph()
-    forward, loss = counted(lambda: run.call(ids, ids))
+    run, given, g = twins.real(device), twins.inputs(device), twins.graph()
+    forward, loss = counted(lambda: run.call(*given))
     backward, _ = counted(loss.backward)
     assert (in_graph(g, "forward"), in_graph(g, "backward")) == (forward, backward)
     assert g.flops == forward + backward
@@ -68,6 +70,15 @@ def test_flash_attention(spec, twins):
     narrower = each * (spec.head_dim - spec.context_size // spec.num_heads)
     assert backward - in_graph(naive, "backward") == each * spec.head_dim + 2 * narrower
     assert in_graph(g, "forward") == in_graph(naive, "forward") + narrower
+
+
+def test_capped_attention_leaves_out_the_future(twins):
+    spec = ModelSpec.from_config({**FAMILIES["gemma2"], "max_position_embeddings": 512}, name="gemma2")
+    naive = twins(spec, seq_len=300).graph()
+    forward, _, _ = assert_equal_flops(twins(spec, ["flash_attention"], seq_len=300), "meta")
+    whole = 2 * 2 * 2 * spec.num_heads * spec.head_dim * 300**2  # of one of three layers: the others have a window
+    left = 128 * 128 + 128 * 256 + 44 * 300
+    assert forward == in_graph(naive, "forward") - whole * (1 - left / 300**2)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +149,11 @@ def test_prefill_and_decode(spec, plan):
     e = experiments.make(spec.model_dump(), "a100", workload, plan)
     model = nn.build(spec)
     model.set_attention("flash" if plan == ["flash_attention"] else "naive")
-    cache = nn.make_cache(model, 2, 20)
+    cache = nn.make_cache(model, 2, 9 if spec.is_encoder_decoder else 20)
     with torch.no_grad():
-        prefill, _ = counted(lambda: nn.prefill(model, torch.zeros(2, 12, dtype=torch.long), cache))
+        prompt = torch.zeros(2, 12, dtype=torch.long)
+        given = (prompt[:, :1], cache, prompt) if spec.is_encoder_decoder else (prompt, cache)
+        prefill, _ = counted(lambda: nn.prefill(model, *given))
         decode, _ = counted(lambda: nn.decode(model, torch.zeros(2, dtype=torch.long), cache))
     made = check(e)
     first, step = rewritten(prefill_graph(e), e, made), rewritten(decode_graph(e, 13), e, made)
@@ -148,5 +161,5 @@ def test_prefill_and_decode(spec, plan):
     assert not any(b.backward or b.saved for g in (first, step) for b in g.blocks)
     head = next(op for op in first.blocks[-1].forward if op.name == "head.out")
     assert head.shape[0] == 2  # only the last position of each sequence
-    assert first.kv_cache == sum(t.nbytes for c in cache.values() for t in {c.keys, c.values})
+    assert first.kv_cache == sum(t.nbytes for c in cache.values() for t in {c.keys, c.values, *(c.source or ())})
     assert step.decode_steps == 7  # the prefill yields the first of the eight

@@ -16,9 +16,12 @@ def test_parameters_of_every_family(spec, twins):
     assert {name: tuple(p.shape) for name, p in real.items()} == listed
     assert sum(p.numel * n for p, n in g.params) == spec.num_parameters == sum(p.numel() for p in real.values())
     assert sum(p.stored_bytes * n for p, n in g.params) == sum(p.nbytes for p in real.values())
-    # Block by block, not only in the sum: all layers are alike, but for those before the first mixture.
+    for stack, count in (("encoder", spec.encoder_layers),):
+        assert sum(b.repeat for b in g.blocks if b.name == stack) == count
+    # Block by block, not only in the sum: one block for each kind of layer.
     layers = [b for b in g.blocks if b.name == "layers"]
-    for block, at in zip(layers, sorted({0, spec.dense_layers}), strict=True):
+    kinds = [spec.layer_kind(i) for i in range(spec.num_layers)]
+    for block, at in zip(layers, (kinds.index(kind) for kind in sorted(set(kinds))), strict=True):
         one = {f"layers.{at}.{p.name}": p.shape for p in block.params}
         assert one == {name: shape for name, shape in listed.items() if name.startswith(f"layers.{at}.")}
     assert sum(b.repeat for b in layers) == spec.num_layers
@@ -36,10 +39,13 @@ def test_parameters_of_every_catalog_model(name):
 
 def really_saved(twins):
     """Bytes that autograd keeps from forward to backward: each storage once; no parameters, inputs or rope tables."""
-    run, ids = twins.real(), twins.batch()
+    run, given = twins.real(), twins.inputs()
+    ids = given[0]
     for prepare in run.hooks.before_step:
         prepare(0)
-    known = {p.untyped_storage().data_ptr() for p in run.model.parameters()} | {ids.untyped_storage().data_ptr()}
+    known = {p.untyped_storage().data_ptr() for p in run.model.parameters()} | {
+        t.untyped_storage().data_ptr() for t in given if t is not None
+    }
     for windowed in (False, True):  # constants, which the graph counts as buffers
         tables = run.model.rope(windowed, None, 0, ids.shape[1], ids.device, torch.float32) or ()
         known |= {t.untyped_storage().data_ptr() for t in tables}
@@ -56,7 +62,7 @@ def really_saved(twins):
         torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
         torch.autocast("cpu", low, enabled=low is not None),
     ):
-        loss = run.call(ids, ids)
+        loss = run.call(*given)
     assert loss.requires_grad
     return sum(s.nbytes() for s in kept.values())
 
@@ -112,5 +118,6 @@ def test_key_value_cache(spec):
     workload = {"kind": "generate", "prompt_len": 10, "output_len": 6, "batch_size": 3, "dtype": "bf16"}
     g = prefill_graph(experiments.make(spec.model_dump(), "a100", workload, []))
     each = 2 * spec.num_kv_heads * spec.head_dim if spec.kv_lora_rank is None else spec.kv_lora_rank + spec.rotary_dim
-    by_hand = spec.num_layers * each * 3 * 16 * 2
-    assert g.kv_cache == kv_cache_bytes(spec, 3, 16, "bf16") == by_hand
+    tokens = 16 + spec.is_encoder_decoder  # the source, then the start token and all that follow
+    by_hand = spec.num_layers * each * 3 * tokens * 2
+    assert g.kv_cache == kv_cache_bytes(spec, 3, tokens, "bf16") == by_hand

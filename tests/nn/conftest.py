@@ -36,6 +36,12 @@ _FALCON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_att
 _DEEPSEEK = {**_LLAMA, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
              "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
              "n_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}  # fmt: skip
+_LLAMA4 = {**_LLAMA, "head_dim": 8, "intermediate_size_mlp": 56, "num_hidden_layers": 4, "num_local_experts": 4,
+           "num_experts_per_tok": 1, "attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.3,
+           "pad_token_id": 0}  # fmt: skip
+_T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+       "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "dropout_rate": 0.0,
+       "decoder_start_token_id": 0}  # fmt: skip
 
 CONFIGS = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -58,6 +64,17 @@ CONFIGS = {
         "max_window_layers": 0,
     },
     "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "llama4": {**_LLAMA4, "model_type": "llama4_text"},
+    "llama4_dense_between": {
+        **_LLAMA4,
+        "model_type": "llama4_text",
+        "use_qk_norm": False,
+        "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "no_rope_layer_interval": 2,
+        "num_hidden_layers": 2,
+    },
     "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         **_LLAMA,
@@ -192,11 +209,43 @@ CONFIGS = {
         "max_position_embeddings": 64,
     },
 }
+PAIRS = {
+    "t5": {**_T5, "model_type": "t5"},
+    "t5_gated": {
+        **_T5,
+        "model_type": "t5",
+        "feed_forward_proj": "gated-gelu",
+        "num_decoder_layers": 1,
+        "tie_word_embeddings": False,
+    },
+    "switch": {
+        **_T5,
+        "model_type": "switch_transformers",
+        "num_decoder_layers": 2,
+        "num_experts": 4,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "expert_capacity": 4,
+        "router_jitter_noise": 0.0,
+    },
+    "switch_third": {
+        **_T5,
+        "model_type": "switch_transformers",
+        "num_layers": 3,
+        "num_decoder_layers": 3,
+        "num_experts": 3,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "expert_capacity": 64,
+        "router_jitter_noise": 0.0,
+    },
+}
+"""Encoder-decoders."""
 DECODERS = [name for name in CONFIGS if name != "bert"]
 
 
 def spec_of(name: str) -> ModelSpec:
-    return ModelSpec.from_config(CONFIGS[name], name=name)
+    return ModelSpec.from_config({**CONFIGS, **PAIRS}[name], name=name)
 
 
 def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.nn.conftest import CONFIGS, DECODERS, randomize, spec_of
+from tests.nn.conftest import CONFIGS, DECODERS, PAIRS, randomize, spec_of
 
 from ridgeline.nn import build, load_checkpoint, save_checkpoint
 from ridgeline.nn.model.generate import generate
@@ -16,8 +16,8 @@ from ridgeline.spec.model import ModelSpec
 transformers = pytest.importorskip("transformers")
 
 
-def hf_model(name, seed=0):
-    config = dict(CONFIGS[name])
+def hf_model(name, seed=0, **changed):
+    config = {**CONFIGS[name], **changed}
     kind = config.pop("model_type")
     auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
     model = auto.from_config(transformers.AutoConfig.for_model(kind, **config), attn_implementation="eager").eval()
@@ -53,8 +53,10 @@ def test_logits_equal_transformers_with_padding(pair, ids, attention):
     assert got.isfinite().all()
 
 
-def test_left_padding_with_positions(ids, tmp_path):
-    theirs, _ = hf_model("llama")
+@pytest.mark.parametrize("name", ["llama", "llama4"])
+def test_left_padding_with_positions(name, ids, tmp_path):
+    # transformers counts padding where it scales queries by their positions: no scaling here
+    theirs, _ = hf_model(name, **({"attn_temperature_tuning": False} if name == "llama4" else {}))
     theirs.save_pretrained(tmp_path)
     ours = load_checkpoint(tmp_path)
     mask = torch.ones_like(ids)
@@ -130,6 +132,24 @@ def test_stacked_experts_load(name, ids, tmp_path):
         torch.testing.assert_close(load_checkpoint(tmp_path)(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_llama4_beside_its_image_encoder_loads(ids, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    theirs, _ = hf_model("llama4")
+    theirs.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    whole = {f"language_model.{name}": t for name, t in state.items()} | {
+        "vision_model.class_embedding": torch.zeros(8)
+    }
+    save_file(whole, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama4", "text_config": config, "vision_config": {}})
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(load_checkpoint(tmp_path)(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_headless_names_load(name, ids, tmp_path):
     """The hub's oldest files: no prefix (gpt2), TensorFlow's norm names (bert)."""
@@ -151,7 +171,7 @@ def test_headless_names_load(name, ids, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama3", "mistral", "qwen3", "qwen3_moe", "phi3", "granite", "mixtral", "gpt2", "opt"]
+    "name", ["llama", "llama3", "llama4", "mistral", "qwen3", "qwen3_moe", "phi3", "granite", "mixtral", "gpt2", "opt"]
 )
 def test_greedy_generation_equals_transformers(name, ids, tmp_path):
     theirs, _ = hf_model(name)
@@ -177,6 +197,17 @@ def test_config_round_trip(name):
     }
 
 
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+def test_the_factor_on_gemmas_embeddings_is_rounded_as_theirs(name, ids, tmp_path):
+    theirs, _ = hf_model(name)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    seen = []
+    theirs.model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(args[0]), with_kwargs=True)
+    with torch.no_grad():
+        theirs(ids)
+        assert torch.equal(load_checkpoint(tmp_path).embed(ids, None, None), seen[0])
+
+
 def test_partial_window_is_refused():
     config = {**CONFIGS["qwen2_window"], "max_window_layers": 1}
     with pytest.raises(UserError, match="from layer 1 of 2"):
@@ -185,6 +216,4 @@ def test_partial_window_is_refused():
 
 
 def test_decoders_is_complete():
-    assert {CONFIGS[n]["model_type"] for n in DECODERS} == {
-        kind for kind, family in FAMILIES.items() if family.runs and kind != "bert"
-    }  # fmt: skip
+    assert {c["model_type"] for c in (*(CONFIGS[n] for n in DECODERS), *PAIRS.values())} == {*FAMILIES} - {"bert"}

@@ -35,6 +35,8 @@ FAMILIES = {
     "deepseek": {**_LLAMA, "model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
                  "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
                  "n_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
+    "llama4": {**_LLAMA, "model_type": "llama4_text", "head_dim": 8, "intermediate_size_mlp": 48, "use_qk_norm": False,
+               "num_local_experts": 4, "attention_chunk_size": 9, "no_rope_layer_interval": 2, "floor_scale": 5},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "bert": {"model_type": "bert", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
              "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64},
@@ -82,7 +84,7 @@ def gradients(model, loss, low=None, shape=(2, 24)):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_forward_and_backward_in_fp64(family, backend):
     plain, other, merged = pair(family, torch.float64, backend)
-    assert len(merged) == {"llama": 4, "biases": 4, "granite": 4, "yarn": 4, "gemma2": 2}.get(family, 2)
+    assert len(merged) == {"llama": 4, "biases": 4, "granite": 4, "yarn": 4, "llama4": 4}.get(family, 2)
     loss, want = gradients(plain, token_loss)
     got_loss, got = gradients(other, lambda *a: fused.chunked_token_loss(*a, rows=chunks_of(7)))
     assert got_loss == pytest.approx(loss, rel=1e-14)

@@ -44,7 +44,8 @@ def expected(q, held, table, block, window=0, changes=None):
     for b, (length, new) in enumerate(zip(LENGTHS, COUNTS, strict=True)):
         for i in range(new):
             end = length - new + i + 1
-            at = torch.arange(max(0, end - window) if window else 0, end)
+            first = (end - 1) // -window * -window if window < 0 else max(0, end - window) if window else 0
+            at = torch.arange(first, end)
             slots = table[b].long()[at // block] * block + at % block
             k, v = (h[:, slots][None].double() for h in held)
             rows.append(
@@ -55,7 +56,9 @@ def expected(q, held, table, block, window=0, changes=None):
 
 
 @pytest.mark.parametrize(("heads", "groups", "width", "block"), [(4, 4, 16, 1), (6, 2, 24, 16), (8, 1, 64, 4)])
-@pytest.mark.parametrize(("window", "changed"), [(0, ""), (70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")])
+@pytest.mark.parametrize(
+    ("window", "changed"), [(0, ""), (70, ""), (-70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")]
+)
 def test_pages_give_what_gathered_keys_give(heads, groups, width, block, window, changed):
     q, stores, held, table, pages = step(heads, groups, width, block)
     sinks = torch.randn(heads, generator=torch.Generator().manual_seed(1))

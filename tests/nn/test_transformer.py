@@ -21,9 +21,7 @@ from ridgeline.nn import (
     token_loss,
 )
 from ridgeline.nn.model.generate import generate
-from ridgeline.nn.model.transformer import Transformer
 from ridgeline.spec.errors import UserError
-from ridgeline.spec.model import ModelSpec
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -34,12 +32,6 @@ def test_parameters_are_those_of_the_spec(name):
     if spec.tie_embeddings:
         tied = build(spec)
         assert tied.head.out.weight is tied.embed.tokens.weight
-
-
-def test_encoder_decoder_is_spec_only():
-    t5 = {"model_type": "t5", "vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    with pytest.raises(UserError, match="spec only"):
-        Transformer(ModelSpec.from_config(t5))
 
 
 def test_unknown_attention_names_the_known():
@@ -106,6 +98,20 @@ def test_prompt_in_pieces(attention, ids):
             last = prefill(model, part, cache)
         torch.testing.assert_close(last, model(ids[:, :10])[:, -1], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(decode(model, ids[:, 10], cache), model(ids[:, :11])[:, -1], atol=1e-5, rtol=1e-5)
+
+
+def test_capped_attention_in_blocks_is_that_of_all_at_once():
+    model = build(spec_of("gemma2"), dtype=torch.float64)
+    randomize(model)
+    ids = torch.randint(96, (1, 300), generator=torch.Generator().manual_seed(3))
+    found = []
+    for attention in ("naive", "flash"):
+        model.set_attention(attention)
+        model.zero_grad()
+        logits = model(ids)
+        logits.logsumexp(-1).sum().backward()
+        found.append((logits.detach(), model.layers["1"].attention.k_proj.weight.grad.clone()))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_generate_stops_at_eos_and_samples_by_seed(ids):

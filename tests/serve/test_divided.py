@@ -116,6 +116,23 @@ FAMILIES = {
         **MIXTURE,
     },
     "bloom": {"position": "alibi", "embedding_norm": True},
+    "llama4": {
+        "family": "llama4_text",
+        "sliding_window": 5,
+        "chunked_window": True,
+        "window_every": 2,
+        "nope_layers": True,
+        "query_temperature": 0.5,
+        "query_temperature_every": 3,
+        "qk_norm": True,
+        "qk_norm_weight": False,
+        "rope_interleaved": True,
+        "router_scores": "sigmoid",
+        "router_on_input": True,
+        "normalize_router": False,
+        "shared_intermediate_size": 32,
+        **MIXTURE,
+    },
     "deepseek_v3": {
         "family": "deepseek_v3",
         "num_kv_heads": TINY.num_heads,
@@ -139,7 +156,13 @@ FAMILIES = {
 
 @pytest.mark.parametrize(
     ("family", "plan"),
-    [*((f, p) for f in FAMILIES for p in (TP, PP)), ("qwen3_moe", EP), ("gpt_oss", EP), ("deepseek_v3", EP)],
+    [
+        *((f, p) for f in FAMILIES for p in (TP, PP)),
+        ("qwen3_moe", EP),
+        ("gpt_oss", EP),
+        ("llama4", EP),
+        ("deepseek_v3", EP),
+    ],
 )
 def test_two_ranks_serve_every_familys_tokens(family, plan):
     tokens, told, *_ = world(2).run(on_ranks, experiment(*SERVED, plan, model=FAMILIES[family]))[0]

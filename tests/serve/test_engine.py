@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from tests.nn.conftest import CONFIGS, DECODERS
 from tests.serving import alone, ask, beams_alone, collect, engine, greedy, model, run
 
 from ridgeline.serve.request import Busy, EngineRequest, Invalid, Sampling
+from ridgeline.spec.model import ModelSpec
 
 PROMPTS = {f"r{i}": [(7 * i + 3 * j * j) % 300 for j in range(3 + 5 * i)] for i in range(6)}
 TINY = {"kv_cache_bytes": 24 * 4 * 2 * 2 * 2 * 8 * 8}  # 24 blocks of 4 tokens
@@ -17,28 +19,16 @@ def llama():
     return model()
 
 
-@pytest.mark.parametrize(
-    ("base", "fields"),
-    [("llama-mini", {}), ("gpt2", {"position": "learned"}), ("mixtral-tiny", {}), ("qwen3-0.6b", {}),
-     ("mixtral-tiny", {"family": "qwen3_moe", "qk_norm": True}),
-     ("llama-mini", {"family": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
-                     "residual_multiplier": 0.6, "logits_scaling": 1.5}),
-     ("llama-mini", {"sliding_window": 9}),
-     ("llama-mini", {"sliding_window": 9, "window_every": 2, "output_norms": True, "norm_offset": 1.0,
-                     "attention_soft_cap": 2.0, "logits_soft_cap": 3.0, "activation": "gelu_tanh"}),
-     ("llama-mini", {"sliding_window": 9, "window_every": 2, "local_rope_theta": 500.0, "qk_norm": True}),
-     ("llama-mini", {"input_norms": False, "output_norms": True, "qk_norm": True, "joint_qk_norm": True}),
-     ("llama-mini", {"parallel_residual": True, "rotary_dim": 8}),
-     ("llama-mini", {"parallel_residual": True, "shared_norm": True, "num_kv_heads": 1}),
-     ("llama-mini", {"position": "alibi", "embedding_norm": True}),
-     ("mixtral-tiny", {"family": "gpt_oss", "attention_sinks": True, "moe_bias": True, "activation": "swigluoai",
-                       "sliding_window": 9, "window_every": 2}),
-     ("mixtral-tiny", {"family": "deepseek_v2", "num_kv_heads": 4, "head_dim": 12, "rotary_dim": 4, "value_dim": 8,
-                       "kv_lora_rank": 16, "dense_layers": 1, "shared_intermediate_size": 32,
-                       "normalize_router": False, "rope_interleaved": True})],
-)  # fmt: skip
-def test_tokens_are_those_of_whole_passes_for_every_kind_of_model(base, fields):
-    made = model(base, **fields) if base != "gpt2" else model(base, num_kv_heads=4)
+SERVED = {**{name: CONFIGS[name] for name in DECODERS},
+          "windows_everywhere": {**CONFIGS["llama4"], "no_rope_layers": [1, 1, 1, 1], "attn_temperature_tuning": False},
+          "phi3": {**CONFIGS["phi3"], "rope_scaling": None}}  # fmt: skip
+"""One model of every kind. (The server has one table of rotary frequencies for sequences of all lengths.)"""
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_tokens_are_those_of_whole_passes_for_every_kind_of_model(name):
+    spec = ModelSpec.from_config({**SERVED[name], "vocab_size": 300}, name=name)
+    made = model(**spec.model_dump())
     got, _ = run(engine(made, max_num_batched_tokens=16), *[ask(k, p) for k, p in PROMPTS.items()])
     assert got == {(k, 0): greedy(made, p, 8) for k, p in PROMPTS.items()}
 

@@ -197,7 +197,7 @@ def test_the_linear_program_finds_what_a_grid_finds(seed):
     for kind in KINDS:
         assert sum(found[f"{kind}_{t}"] for t in TIERS) == pytest.approx(1)
     on_grid = grid(c, 0.2)
-    assert c.seconds(found) <= on_grid * (1 + 1e-9)
+    assert c.seconds(found) <= on_grid * (1 + 1e-5)
     assert c.seconds(found) >= 0.75 * on_grid  # a grid of fifths cannot be far off
 
 
@@ -205,6 +205,15 @@ def test_all_on_the_device_where_it_fits():
     c = PolicyCosts(PassCosts(1, 2, 3, 1, 1, 1, 1), PassCosts(1, 2, 3, 1, 1, 1, 1), 10, 5.0, 5.0, 1.0, 11.0)
     found = place(c)
     assert c.seconds(found) == pytest.approx(11.0)
+
+
+def test_what_takes_no_time_still_rests_near():
+    """Where computation hides everything, nothing goes to disk that has room in host memory."""
+    slow = PassCosts(100, 2, 3, 0, 1, 1, 1)
+    c = PolicyCosts(slow, slow, 10, 5.0, 5.0, 1.0, 2.0, 8.0)
+    found = place(c)
+    assert c.seconds(found) == pytest.approx(1100)
+    assert sum(found[f"{kind}_disk"] * getattr(c, kind) for kind in KINDS) == pytest.approx(1.0)
 
 
 def t4(host=208e9, disk=2e9):

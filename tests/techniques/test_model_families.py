@@ -27,8 +27,29 @@ FAMILIES = {
         "logits_soft_cap": 3.0,
         "attention_multiplier": 0.25,
         "embedding_multiplier": LLAMA["hidden_size"] ** 0.5,
+        "embedding_multiplier_rounded": True,
         "activation": "gelu_tanh",
         "tie_embeddings": True,
+    },
+    "llama4": {
+        **MIXTRAL,
+        "family": "llama4_text",
+        "rope_interleaved": True,
+        "sliding_window": 6,
+        "chunked_window": True,
+        "window_every": 2,
+        "nope_layers": True,
+        "query_temperature": 0.5,
+        "query_temperature_every": 3,
+        "qk_norm": True,
+        "qk_norm_weight": False,
+        "router_scores": "sigmoid",
+        "router_on_input": True,
+        "normalize_router": False,
+        "shared_intermediate_size": MIXTRAL["intermediate_size"],
+        "experts_per_token": 1,
+        "dense_intermediate_size": 40,
+        "moe_every": 2,
     },
     "deepseek_v3": {
         **MIXTRAL,
@@ -99,7 +120,7 @@ def sources(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens(sources, family, plan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused = ("gemma2", "olmo2", "bloom", "deepseek_v3") if plan.startswith("partial_head_update") else ()
+    refused = ("gemma2", "olmo2", "bloom", "llama4", "deepseek_v3") if plan.startswith("partial_head_update") else ()
     if family in refused or (family, plan) == ("deepseek_v3", "flexgen"):
         with pytest.raises(UserError, match=r"leave it out for this model|use zero_inference"):
             built(sources[family], plan)
@@ -109,9 +130,10 @@ def test_the_same_tokens(sources, family, plan, tmp_path, monkeypatch):
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
 @pytest.mark.parametrize("options", ["experts=2", "experts=1,staging=1,guess=2", "experts=2,parameters=nvme"])
-def test_experts_outside_the_device(sources, options, tmp_path):
-    want = tokens(built(sources["qwen3_moe"])[1])
-    got = tokens(built(sources["qwen3_moe"], f"moe_offload:{options},path={tmp_path / 'scratch'}")[1])
+def test_experts_outside_the_device(sources, family, options, tmp_path):
+    want = tokens(built(sources[family])[1])
+    got = tokens(built(sources[family], f"moe_offload:{options},path={tmp_path / 'scratch'}")[1])
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)  # their addresses may choose other kernels

@@ -55,9 +55,10 @@ DIVIDED = ["expert_parallel:degree=2", "tensor_parallel:degree=2", "tensor_paral
            "pipeline:degree=2"]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama4_dense_between"])
 @pytest.mark.parametrize("plan", DIVIDED)
-def test_latent_attention_and_shared_experts_divided(plan, corpus, reference):
-    other = train(family("deepseek_v3", corpus, *plan.split("+"), ranks=2))
-    expected = reference("deepseek_v3")
+def test_shared_experts_divided(name, plan, corpus, reference):
+    other = train(family(name, corpus, *plan.split("+"), ranks=2))
+    expected = reference(name)
     assert other.losses == pytest.approx(expected.losses, rel=1e-5)
     assert other.norms == pytest.approx(expected.norms, rel=1e-4)

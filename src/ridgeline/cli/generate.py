@@ -64,10 +64,13 @@ def generate(
     """Generate for one prompt or a file of prompts. Ctrl-C keeps finished outputs, and the same command resumes."""
     from ridgeline.data.batches import load_tokenizer
     from ridgeline.data.examples import find_template
+    from ridgeline.nn.model.init import DTYPES
     from ridgeline.serve import offline
+    from ridgeline.serve.answers import answers
     from ridgeline.serve.detokenize import Vocabulary
     from ridgeline.serve.request import Sampling
     from ridgeline.spec.errors import UserError
+    from ridgeline.spec.model import ModelSpec
 
     if (prompt is None) == (input_ is None):
         raise UserError("give --prompt TEXT, or --input FILE.jsonl", "one of the two")
@@ -82,6 +85,19 @@ def generate(
     left = [p for p in prompts if p.id not in done]
     if not left:
         say(f"{len(prompts)} of {len(prompts)} prompts done already")
+        return
+    if ModelSpec.from_path(checkpoint).is_encoder_decoder:
+        if with_ or stop or n > 1 or top_k or top_p != 1:
+            raise UserError("an encoder-decoder generates without the engine, which has --with, --stop, --n, --top-k"
+                            " and --top-p", "leave them out")  # fmt: skip
+        kind = None if dtype == "auto" else DTYPES[dtype]
+        known = load_tokenizer(tokenizer or str(checkpoint))
+        with ctrl_c_between_steps() as check:
+            found = answers(checkpoint, left, known, max_tokens, temperature, seed, ignore_eos, kind, check)
+            if out is None:
+                print(next(found)["outputs"][0]["text"])
+            else:
+                _write(found, out, len(prompts), len(prompts) - len(left))
         return
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype,
                          memory=(device_memory, host_memory, disk))  # fmt: skip

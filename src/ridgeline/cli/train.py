@@ -80,7 +80,8 @@ def train(
     if result["stopped"]:
         raise typer.Exit(130)
     if options.export:
-        next_command("eval", options.export, "--text", "stdlib-prose")
+        asks = ("generate", options.export, "--prompt", "TEXT")
+        next_command(*(asks if e.model.is_encoder_decoder else ("eval", options.export, "--text", "stdlib-prose")))
 
 
 def _train_under_torchrun(e: Experiment, options: TrainOptions, json: bool) -> None:

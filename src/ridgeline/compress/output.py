@@ -183,10 +183,12 @@ def their_tensors(
     tensors: dict[str, Tensor] = {}
     stored: dict[str, Any] = {}
     for theirs, group in pieces.items():
-        layer = layers.get(layer_of(group[0]))
+        experts = _experts(group[0], layers, spec.num_experts)
+        layer = experts[0] if experts else layers.get(layer_of(group[0]))
         if layer is not None and layer.stored is not None and form is not None:
             if len(group) > 1 or group[0].transpose:
-                how = "as Conv1D" if group[0].transpose else "for several layers in one"
+                lone = group[0].transpose and not experts
+                how = "as Conv1D" if lone else "for several layers in one"
                 raise UserError(
                     f"{spec.family} keeps {theirs} {how}, which no quantized format describes",
                     "write the rounded weights densely with --format dense, or prune instead",
@@ -202,13 +204,24 @@ def their_tensors(
             continue
         found = []
         for link in group:
-            own = layers.get(layer_of(link))
-            piece = own.weight if own is not None else ours[link.ours]
-            if own is None and link.expert is not None:
-                piece = piece[link.expert]
-            found.append(piece.t() if link.transpose else piece)
+            own, each = layers.get(layer_of(link)), _experts(link, layers, spec.num_experts)
+            if each:
+                piece = torch.stack([expert.weight for expert in each])
+            elif own is not None:
+                piece = own.weight
+            else:
+                piece = ours[link.ours] if link.expert is None else ours[link.ours][link.expert]
+            found.append(piece.mT if link.transpose else piece)
         tensors[theirs] = joined(found, group[0].part).to(dtype)
     return tensors, stored
+
+
+def _experts(link: NamePair, layers: Mapping[str, LinearLayer], count: int) -> list[LinearLayer]:
+    """The layers that a link maps together: those of all experts, where they are one tensor; else none."""
+    if link.expert is not None:
+        return []
+    names = (layer_of(link._replace(expert=e)) for e in range(count))
+    return [layers[name] for name in names if name in layers]
 
 
 def layer_of(link: NamePair) -> str:

@@ -136,7 +136,7 @@ def _experts(reader: Reader, part: str) -> ReadExpert:
 def _load(module: nn.Module, prefix: str, reader: Reader) -> None:
     """Load fp32 weights into a module on the meta device. A mixture's experts are left out."""
     for name, parameter in list(module.named_parameters()):
-        if ".experts." in name:
+        if ".experts." in name and not name.endswith("_bias"):
             continue
         owner, _, leaf = name.rpartition(".")
         full = reader.read(f"{prefix}.{name}").float()

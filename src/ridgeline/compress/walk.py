@@ -262,9 +262,9 @@ class Walker:
             several = range(start, min(start + size, count))
             where = [f"{prefix}.mlp.experts.{e}" for e in several]
             places = [[(chosen == e).nonzero(as_tuple=True) for _, chosen in routed] for e in several]
-            rows = [torch.cat([torch.empty(0, spec.hidden_size),
-                               *(n[token] for n, (token, _) in zip(normed, own, strict=True))])
-                    for own in places]  # fmt: skip
+            rows = [
+                torch.cat([torch.empty(0, spec.hidden_size), *self._read(moe, normed, routed, own)]) for own in places
+            ]
             owns = [
                 nn.ModuleDict({n: _linear(expert(n, e), biases[n], e) for n in (*names, "down_proj")}) for e in several
             ]
@@ -275,7 +275,7 @@ class Walker:
             self._sites([_Visit(f"{w}.down", own, ("down_proj",), iter((x,)), f"{w}.")
                          for w, own, x in zip(where, owns, inner, strict=True)])  # fmt: skip
             for own, x, place in zip(owns, inner, places, strict=True):
-                self._add(hidden, block.mlp_update(own["down_proj"](x)), routed, place)
+                self._add(hidden, block.mlp_update(own["down_proj"](x)), None if moe.on_input else routed, place)
         if moe.shared is not None:
             self._dense(f"{prefix}.mlp.shared", moe.shared, lambda: iter(normed), {})
             for x, rows in zip(hidden.chunks(), normed, strict=True):
@@ -287,11 +287,20 @@ class Walker:
         return max(1, min((s.at_once(each) for s in self.run.at_site if isinstance(s, Together)), default=1))
 
     @staticmethod
-    def _add(hidden: Hidden, out: Tensor, routed: list[Any], places: list[Any]) -> None:
-        """Add one expert's output, [rows, hidden], to the tokens routed to it, weighted by the router."""
+    def _read(moe: MoE, normed: list[Tensor], routed: list[Any], places: list[Any]) -> Iterator[Tensor]:
+        """What one expert reads of each chunk, [rows, hidden]."""
+        for x, (weights, _), (token, slot) in zip(normed, routed, places, strict=True):
+            yield x[token] * weights[token, slot].unsqueeze(1).to(x.dtype) if moe.on_input else x[token]
+
+    @staticmethod
+    def _add(hidden: Hidden, out: Tensor, routed: list[Any] | None, places: list[Any]) -> None:
+        """Add one expert's output, [rows, hidden], to the tokens routed to it, weighted by the router (None: as it
+        is)."""
         at = 0
-        for x, (weights, _), (token, slot) in zip(hidden.chunks(), routed, places, strict=True):
-            part = out[at : at + len(token)] * weights[token, slot].unsqueeze(1).to(out.dtype)
+        for i, (x, (token, slot)) in enumerate(zip(hidden.chunks(), places, strict=True)):
+            part = out[at : at + len(token)]
+            if routed is not None:
+                part = part * routed[i][0][token, slot].unsqueeze(1).to(out.dtype)
             x.view(-1, x.shape[-1]).index_add_(0, token, part)
             at += len(token)
 

@@ -34,6 +34,10 @@ class Batch(NamedTuple):
     """[seq] or [batch, seq] position of each token in its sequence; None: 0, 1, …"""
     documents: torch.Tensor | None = None
     """[batch, seq] index of the document that each token belongs to; it attends to no other one. None: one per row."""
+    source: torch.Tensor | None = None
+    """[batch, source] token ids that an encoder reads."""
+    source_mask: torch.Tensor | None = None
+    """[batch, source] bool: which of them are no padding; None: all."""
 
 
 def _sample(source: str, limit: int = MAX_BYTES) -> list[str]:

@@ -47,8 +47,11 @@ class Instructions:
     """Number of examples whose answer starts beyond the end of a row."""
 
 
-def load_instructions(w: FineTune, vocab_size: int) -> Instructions:
-    """Read, render and tokenize ``w.data``. Raises :class:`UserError` naming file and line of what cannot be used."""
+def load_instructions(w: FineTune, vocab_size: int, whole: bool = False) -> Instructions:
+    """Read, render and tokenize ``w.data``; ``whole``: examples longer than a row are not cut.
+
+    Raises :class:`UserError` naming file and line of what cannot be used.
+    """
     place = w.tokenizer or w.checkpoint
     if place is None:
         raise UserError("instruction data need a tokenizer, and there is no checkpoint that brings one",
@@ -68,7 +71,7 @@ def load_instructions(w: FineTune, vocab_size: int) -> Instructions:
     encoded = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for example, tokens in zip(examples, encoded, strict=True):
         one = _tokenized(example, tokens.ids, tokens.offsets, first if example.ends else None, end, w.train_on_prompt)
-        if len(one.ids) > w.seq_len + 1:
+        if len(one.ids) > w.seq_len + 1 and not whole:
             one = Tokenized(one.ids[: w.seq_len + 1], one.learned[: w.seq_len + 1])
             cut += 1
         if one.learned[1:].any():

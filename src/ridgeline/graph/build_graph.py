@@ -29,8 +29,9 @@ def prefill_graph(e: Experiment) -> Graph:
     w = e.workload
     assert isinstance(w, (Generate, Serve))
     batch = e.micro_batch_size
-    g = _graph(e.model, batch, w.prompt_len, w.prompt_len, e.dtype, training=False, last_only=True)
-    g.kv_cache = kv_cache_bytes(e.model, batch, w.prompt_len + w.output_len, e.dtype)
+    read = 1 if e.model.is_encoder_decoder else w.prompt_len  # by the decoder: its start token
+    g = _graph(e.model, batch, read, read, e.dtype, training=False, last_only=True, source=w.prompt_len)
+    g.kv_cache = _cached(e.model, batch, w, e.dtype)
     return g
 
 
@@ -43,8 +44,10 @@ def decode_graph(e: Experiment, context: int | None = None) -> Graph:
     assert isinstance(w, (Generate, Serve))
     batch = e.micro_batch_size
     kv = context if context is not None else w.prompt_len + max(1, w.output_len) // 2
-    g = _graph(e.model, batch, 1, kv, e.dtype, training=False)
-    g.kv_cache = kv_cache_bytes(e.model, batch, w.prompt_len + w.output_len, e.dtype)
+    if e.model.is_encoder_decoder:  # its start token in place of the prompt
+        kv = max(1, kv - w.prompt_len) + 1
+    g = _graph(e.model, batch, 1, kv, e.dtype, training=False, source=w.prompt_len, encodes=False)
+    g.kv_cache = _cached(e.model, batch, w, e.dtype)
     g.decode_steps = max(0, w.output_len - 1)
     return g
 
@@ -63,10 +66,16 @@ def resized(g: Graph, old: ModelSpec, new: ModelSpec) -> Graph:
     """A forward graph of ``old`` that no technique has rewritten, as it would have been built for ``new``."""
     assert g.sizes is not None
     b = g.sizes
-    out = _graph(new, b.batch, b.q_len, b.kv_len, b.dtype, training=False, last_only=b.last_only, windows=b.windows)
+    out = _graph(new, b.batch, b.q_len, b.kv_len, b.dtype, training=False, last_only=b.last_only, windows=b.windows,
+                 source=b.source, encodes=b.encodes)  # fmt: skip
     out.kv_cache = g.kv_cache * kv_cache_bytes(new, 1, 1, b.dtype) / kv_cache_bytes(old, 1, 1, b.dtype)
     out.decode_steps = g.decode_steps
     return out
+
+
+def _cached(m: ModelSpec, batch: int, w: Generate | Serve, dtype: str) -> float:
+    """Bytes of the cache of whole sequences; an encoder-decoder has one of the source beside the decoder's."""
+    return kv_cache_bytes(m, batch, w.prompt_len + w.output_len + m.is_encoder_decoder, dtype)
 
 
 def kv_cache_bytes(m: ModelSpec, batch: int, length: int, dtype: str) -> float:
@@ -77,20 +86,34 @@ def kv_cache_bytes(m: ModelSpec, batch: int, length: int, dtype: str) -> float:
 
 def _graph(
     m: ModelSpec, batch: int, q_len: int, kv_len: int, dtype: str, *, training: bool, last_only: bool = False,
-    windows: bool = False,
+    windows: bool = False, source: int = 0, encodes: bool = True,
 ) -> Graph:  # fmt: skip
-    def builder(name: str, repeat: int = 1, windowed: bool = False) -> Builder:
+    """``source``: tokens of the encoder's input, 0: as many as the decoder's; ``encodes``: whether it is read."""
+    source = source or kv_len
+
+    def builder(name: str, repeat: int = 1, kind: tuple[bool, bool] = (False, False), layer: int = 0) -> Builder:
+        windowed = windows and name == "layers" and m.is_windowed_layer(layer)
         b, q, kv = _windowed(m, batch, q_len, kv_len) if windowed else (batch, q_len, kv_len)
-        return Builder(m, b, q, kv, dtype, training, Block(name, repeat, [], [], [], {}))
+        if name == "encoder":
+            q = kv = source
+        made = Block(name, repeat, [], [], [], {}, kind=kind)
+        return Builder(m, b, q, kv, dtype, training, made, layer, source, encodes)
 
     blocks = [_embed(builder("embed"))]
     for stack, count in (("encoder", m.encoder_layers), ("layers", m.num_layers)):
-        kinds = [(m.is_moe_layer(i), windows and m.is_windowed_layer(i)) for i in range(count)]
+        kinds = [m.layer_kind(i) for i in range(count)]
         for kind in sorted(set(kinds)):
-            blocks.append(_layer(builder(stack, kinds.count(kind), kind[1]), kind[0], stack))
+            first = kinds.index(kind)
+            block = _layer(builder(stack, kinds.count(kind), kind, first), m.is_moe_layer(first), stack)
+            if stack == "encoder" and not encodes:
+                block.forward, block.workspace = [], 0.0
+            blocks.append(block)
     blocks.append(_head(builder("head"), last_only))
     g = Graph(blocks, tokens=batch * q_len, length=q_len, dtype=dtype)
-    g.sizes = GraphSizes(batch, q_len, kv_len, dtype, training, last_only, windows)
+    g.sizes = GraphSizes(batch, q_len, kv_len, dtype, training, last_only, windows, source, encodes)
+    if m.is_encoder_decoder:  # what relative positions add to the scores, the same in all layers of a stack
+        pairs = q_len * kv_len + (source**2 if encodes else 0)
+        g.buffers += float(m.num_heads * pairs * DTYPE_BYTES[dtype])
     if m.position == "rope":
         tables = 1 if m.local_rope_theta is None else 2
         g.buffers += 2.0 * tables * max(128, 1 << (kv_len - 1).bit_length()) * m.rotated * 4  # cos and sin
@@ -100,6 +123,8 @@ def _graph(
 def _windowed(m: ModelSpec, batch: int, q_len: int, kv_len: int) -> tuple[int, int, int]:
     """(sequences, queries, keys) of attention within a window w: pieces of w queries with 2 w keys each."""
     w = m.sliding_window or kv_len
+    if m.chunked_window and kv_len > w:  # pieces within a chunk; a single query sees half of one, on average
+        return (batch * -(-q_len // w), w, w) if q_len > w else (batch, q_len, (w + q_len) // 2)
     if q_len <= w:
         return batch, q_len, min(kv_len, w + q_len - 1)
     return batch * -(-q_len // w), w, min(kv_len, 2 * w)
@@ -116,30 +141,26 @@ def _embed(b: Builder) -> Block:
     if s.token_types:
         b.param("embed.token_types.weight", (s.token_types, h))
         tables.append(("embed.token_types", s.token_types))
-    w = b.width
     for name, rows in tables:
-        b.block.forward.append(Op(name, "embed", "embedding", bytes=2.0 * t * h * w, dtype=b.dtype))
-        if b.training:  # a dense gradient: zero the table, then add one row per token
-            moved = (rows * h + 3.0 * t * h) * w
-            b.block.backward.append(
-                Op(
-                    f"{name}.dw",
-                    "embed",
-                    "embedding",
-                    "backward",
-                    0,
-                    moved,
-                    b.dtype,
-                    param=f"{name}.weight",
-                    role="weight_gradient",
-                )
-            )
+        _lookup(b, name, name, rows, t)
+    if s.is_encoder_decoder and b.encodes:
+        _lookup(b, "embed.source", "embed.tokens", s.vocab_size, b.batch * b.source)
     if s.embedding_norm:
         b.norm("embed.norm", "embed.sum", h)
     if s.is_encoder_decoder:
         for stack in ("encoder", "decoder"):
             b.param(f"embed.{stack}_relative.weight", (s.relative_buckets, s.num_heads))
     return b.block
+
+
+def _lookup(b: Builder, name: str, table: str, rows: int, tokens: int) -> None:
+    """``tokens`` rows of a table of ``rows``."""
+    h, w = b.spec.hidden_size, b.width
+    b.block.forward.append(Op(name, "embed", "embedding", bytes=2.0 * tokens * h * w, dtype=b.dtype))
+    if b.training:  # a dense gradient: zero the table, then add one row per token
+        moved = (rows * h + 3.0 * tokens * h) * w
+        b.block.backward.append(Op(f"{name}.dw", "embed", "embedding", "backward", 0, moved, b.dtype,
+                                   param=f"{table}.weight", role="weight_gradient"))  # fmt: skip
 
 
 def _layer(b: Builder, moe: bool, stack: str) -> Block:
@@ -185,7 +206,9 @@ def _head(b: Builder, last_only: bool) -> Block:
     s, h = b.spec, b.spec.hidden_size
     rows = b.batch if last_only else b.tokens
     if s.is_encoder_decoder:
-        b.norm("encoder_norm", "encoder_sum", h)
+        b.norm("encoder_norm", "encoder_sum", h, b.batch * b.source)
+        if not b.encodes:
+            b.block.forward.clear()
     if s.final_norm:
         b.norm("norm", "final_sum", h)
     if s.head == "classify":  # of each sequence's first token

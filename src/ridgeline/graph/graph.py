@@ -204,6 +204,8 @@ class Block:
     """Bytes of ``saved`` that are in host memory between the block's forward and its backward."""
     after_update: list[Op] = field(default_factory=list)
     """Collectives after the update of its parameters (to distribute new weights)."""
+    kind: tuple[bool, bool] = (False, False)
+    """Which of a stack's layers they are (:meth:`ModelSpec.layer_kind`)."""
 
     @property
     def is_layer(self) -> bool:
@@ -230,7 +232,7 @@ class Block:
         return Block(
             self.name, self.repeat, [p.copy() for p in self.params], [*self.forward], [*self.backward],
             {**self.saved}, self.workspace, self.backward_workspace, self.recomputed, [*self.gather_forward],
-            [*self.gather_backward], [*self.reduce], [*self.store], self.hosted, [*self.after_update],
+            [*self.gather_backward], [*self.reduce], [*self.store], self.hosted, [*self.after_update], self.kind,
         )  # fmt: skip
 
     def repeated(self, times: int) -> Block:
@@ -238,7 +240,7 @@ class Block:
         return Block(
             self.name, times, self.params, self.forward, self.backward, self.saved, self.workspace,
             self.backward_workspace, self.recomputed, self.gather_forward, self.gather_backward, self.reduce,
-            self.store, self.hosted, self.after_update,
+            self.store, self.hosted, self.after_update, self.kind,
         )  # fmt: skip
 
     def drop_users(self, gone: Iterable[str]) -> None:
@@ -277,6 +279,10 @@ class GraphSizes:
     """Whether logits are computed only for each sequence's last token."""
     windows: bool = False
     """Whether layers with a sliding window are counted as attending to no more than the window."""
+    source: int = 0
+    """Tokens of the encoder's input, in an encoder-decoder."""
+    encodes: bool = True
+    """Whether the encoder reads them."""
 
 
 @dataclass(slots=True)

@@ -34,6 +34,12 @@ class Builder:
     dtype: str
     training: bool
     block: Block
+    layer: int = 0
+    """The first of the layers that it stands for."""
+    source: int = 0
+    """Tokens of the encoder's input, in an encoder-decoder."""
+    encodes: bool = True
+    """Whether the encoder reads it; otherwise the decoder's layers have its keys and values."""
 
     @property
     def tokens(self) -> int:
@@ -108,10 +114,13 @@ class Builder:
             moved = (back_read + back_write) * w
             self.block.backward.append(Op(f"{name}.bwd", module, kind, "backward", 0, moved, self.dtype))
 
-    def norm(self, name: str, source: str, size: int, rows: int | None = None, module: str = "norm") -> None:
+    def norm(
+        self, name: str, source: str, size: int, rows: int | None = None, module: str = "norm", weighted: bool = True
+    ) -> None:
         """RMSNorm or LayerNorm over ``size``: saves its input and one (two) statistics per row."""
         rows = self.tokens if rows is None else rows
-        self.param(f"{name}.weight", (size,))
+        if weighted:
+            self.param(f"{name}.weight", (size,))
         if self.spec.norm == "layernorm" and self.spec.norm_bias and module == "norm":
             self.param(f"{name}.bias", (size,))
         n = rows * size
@@ -135,22 +144,35 @@ class Builder:
             self.latent_attention(prefix, source)
             return
         h, q, kv, d = s.hidden_size, s.q_size, s.kv_size, s.head_dim
-        kv_rows = self.batch * self.kv_len if cross else t
+        kv_rows = self.batch * self.source if cross else t
         self.linear(f"{prefix}.q_proj", m, t, q, h, source, bias=s.qkv_bias)
         kv_source = "encoder_output" if cross else source
         self.linear(f"{prefix}.k_proj", m, kv_rows, kv, h, kv_source, bias=s.qkv_bias)
         self.linear(f"{prefix}.v_proj", m, kv_rows, kv, h, kv_source, bias=s.qkv_bias)
-        if s.qk_norm:
+        if cross:
+            self._crossed(prefix, d)
+            self.linear(f"{prefix}.o_proj", m, t, h, q, f"{prefix}.context", bias=s.out_bias)
+            return
+        if s.has_qk_norm(self.layer):
             for part, width, heads in (("q", q, s.num_heads), ("k", kv, s.num_kv_heads)):
                 size, rows = (width, t) if s.joint_qk_norm else (d, t * heads)
-                self.norm(f"{prefix}.{part}_norm", f"{prefix}.{part}_raw", size, rows, m)
+                self.norm(f"{prefix}.{part}_norm", f"{prefix}.{part}_raw", size, rows, m, s.qk_norm_weight)
         if s.attention_sinks:
             self.param(f"{prefix}.sinks", (s.num_heads,))
-        if s.position == "rope":
+        if s.is_rotated_layer(self.layer):
             for part, n in (("q", t * q), ("k", t * kv)):
                 self.pointwise(f"{prefix}.{part}_rope", m, "rope", n, n, n, n)
         self._core(prefix, d, d, s.num_kv_heads)
         self.linear(f"{prefix}.o_proj", m, t, h, q, f"{prefix}.context", bias=s.out_bias)
+
+    def _crossed(self, prefix: str, d: int) -> None:
+        """The core of attention to the encoder's output, which all layers keep one tensor of."""
+        if not self.encodes:  # keys and values are cached
+            stored = (f"{prefix}.k_proj", f"{prefix}.v_proj")
+            self.block.forward = [o for o in self.block.forward if o.name not in stored]
+        if (kept := self.block.saved.get("encoder_output")) is not None:
+            self.block.saved["encoder_output"] = Saved(kept.bytes // self.spec.num_layers, kept.users)
+        self._core(prefix, d, d, self.spec.num_kv_heads, self.source)
 
     def latent_attention(self, prefix: str, source: str) -> None:
         """Multi-head latent attention (arXiv:2405.04434, section 2.1), with keys and values expanded where all that is
@@ -198,10 +220,11 @@ class Builder:
         product("expand", value, rank)
         self.linear(f"{prefix}.o_proj", m, t, s.hidden_size, heads * value, f"{prefix}.context", bias=s.out_bias)
 
-    def _core(self, prefix: str, d: int, value: int, kv_heads: int) -> None:
-        """Scores, mask, softmax and values of heads of width ``d``, whose values have width ``value`` (unfused)."""
+    def _core(self, prefix: str, d: int, value: int, kv_heads: int, source: int = 0) -> None:
+        """Scores, mask, softmax and values of heads of width ``d``, whose values have width ``value`` (unfused).
+        ``source``: keys of another sequence, all of which are seen."""
         s, m = self.spec, "attention"
-        b, hq, sq, sk = self.batch, s.num_heads, self.q_len, self.kv_len
+        b, hq, sq, sk = self.batch, s.num_heads, self.q_len, source or self.kv_len
         scores = float(b * hq * sq * sk)
         flops, value_flops = 2.0 * scores * d, 2.0 * scores * value
         w = self.width
@@ -213,7 +236,8 @@ class Builder:
             self.pointwise(f"{prefix}.soft_cap", m, "activation", scores, scores, 2 * scores, scores)
             self.save(f"{prefix}.capped", scores, [f"{prefix}.soft_cap.bwd"])
         added = 2 if s.position == "alibi" else 1  # its bias is another addition
-        fwd.append(Op(f"{prefix}.mask", m, "mask", bytes=2 * added * scores * w, dtype=self.dtype))
+        if not source:
+            fwd.append(Op(f"{prefix}.mask", m, "mask", bytes=2 * added * scores * w, dtype=self.dtype))
         drop = (2 * w + 1) * scores if s.dropout else 0.0  # probabilities read and written again, with their mask
         fwd.append(Op(f"{prefix}.softmax", m, "softmax", bytes=2 * scores * w + drop, dtype=self.dtype))
         fwd.append(Op(f"{prefix}.values", m, "bmm", flops=value_flops, bytes=pv, dtype=self.dtype,
@@ -227,6 +251,9 @@ class Builder:
             bwd.append(product("values.dprobs", (b * hq, sq, sk, value), True))
             bwd.append(product("values.dv", (b * hq, sk, value, sq), True))
             bwd.append(Op(f"{prefix}.softmax.bwd", m, "softmax", "backward", 0, 3 * scores * w + drop, self.dtype))
+            if s.position == "relative" and not source:  # the sum over the batch is their gradient
+                bwd.append(Op(f"{prefix}.relative.dw", m, "reduce", "backward", 0, scores * w, self.dtype,
+                              role="bias_gradient"))  # fmt: skip
             bwd.append(product("scores.dq", (b * hq, sq, d, sk)))
             bwd.append(product("scores.dk", (b * hq, sk, d, sq)))
             self.save(f"{prefix}.q", b * sq * hq * d, [f"{prefix}.scores.dk"])
@@ -276,7 +303,8 @@ class Builder:
                 if part != "gate" or s.gated:
                     self.param(f"{experts}.{part}_bias", (e, size))
         self.pointwise(f"{prefix}.combine", "mlp", "copy", 2 * rows * h, t * h, t * h, 2 * rows * h)
-        self.save(f"{prefix}.expert_out", rows * h, [f"{prefix}.combine.bwd"])
+        weighed = "routed" if s.router_on_input else "expert_out"  # what the weights multiply
+        self.save(f"{prefix}.{weighed}", rows * h, [f"{prefix}.combine.bwd"])
         if s.shared_intermediate_size:
             self.mlp(f"{prefix}.shared", source, s.shared_intermediate_size)
             self.pointwise(f"{prefix}.shared.add", "mlp", "residual", 2 * t * h, t * h, 0, 0)

@@ -36,6 +36,9 @@ def evaluate(e: None, options: EvaluateOptions, here: RankContext) -> dict[str, 
     spec = ModelSpec.from_path(path)
     if not spec.causal:
         raise UserError(f"{path} is an encoder: it has no perplexity of running text", "evaluate a decoder")
+    if spec.is_encoder_decoder:
+        raise UserError(f"{path} has an encoder and a decoder: it has no perplexity of running text",
+                        "evaluate a decoder")  # fmt: skip
     seq_len = min(options.seq_len, spec.max_positions)
     source = options.tokenizer or own_tokenizer(str(path))
     if source is None:

@@ -128,11 +128,11 @@ def scopes(model: nn.Module) -> Iterator[None]:
             if name and not isinstance(module, nn.ModuleDict):
                 _mark(module, name, stack)
         names = vars(attention)
-        plain: Callable[[Tensor, Rope], Tensor] = names["rotate"]
+        plain: Callable[[Tensor, Rope, bool], Tensor] = names["rotate"]
 
-        def rotate(x: Tensor, rope: Rope) -> Tensor:
+        def rotate(x: Tensor, rope: Rope, interleaved: bool = False) -> Tensor:
             with record_function(f"{MODULE}attention.rope"):
-                return plain(x, rope)
+                return plain(x, rope, interleaved)
 
         stack.callback(names.update, rotate=plain)
         names["rotate"] = rotate
@@ -281,7 +281,7 @@ def _moves_data(node: ProfileNode) -> bool:
 
 def label(path: str) -> str:
     """``layers.3.attention.q_proj`` → ``attention.q_proj``: the same part of every layer is one row."""
-    return re.sub(r"^layers\.\d+\.?", "", path) or "block"
+    return re.sub(r"^(layers|encoder)\.\d+\.?", "", path) or "block"
 
 
 def _numel(shape: list[int]) -> int:

@@ -42,6 +42,10 @@ class Micro(NamedTuple):
     """[seq] or [batch, seq] position of each token in its sequence; None: 0, 1, …"""
     documents: Tensor | None = None
     """[batch, seq] index of the document that each token belongs to; it attends to no other one. None: one per row."""
+    source: Tensor | None = None
+    """[batch, source] token ids that an encoder reads."""
+    source_mask: Tensor | None = None
+    """[batch, source] bool: which of them are no padding; None: all."""
 
 
 class BatchSource(Protocol):
@@ -78,6 +82,8 @@ class LossModel(nn.Module):
         labels: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
     ) -> Tensor:
         """Sum of token losses (fp32 scalar) from ids [batch, seq], or from hidden states where there is no embedding.
 
@@ -86,7 +92,8 @@ class LossModel(nn.Module):
         low = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()
         places = self.positions if positions is None else positions
         with low:
-            hidden: Tensor = self.model(x, places, documents=documents, return_hidden=True)
+            read = {} if source is None else {"source": source, "source_mask": source_mask}
+            hidden: Tensor = self.model(x, places, documents=documents, return_hidden=True, **read)
             if self.model.head is None:
                 return hidden.contiguous()  # it will be sent
             assert labels is not None

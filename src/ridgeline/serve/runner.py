@@ -13,10 +13,19 @@ from ridgeline.nn.kernels import native
 from ridgeline.nn.kernels.dispatch import has_triton
 from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
 from ridgeline.nn.memory.decoder import Decoder, Pool
-from ridgeline.nn.memory.kv_pool import BatchLayout, Kernel, PagedCache, Piece, StepKernel, singles, table_of
+from ridgeline.nn.memory.kv_pool import (
+    BatchLayout,
+    Kernel,
+    PagedCache,
+    Piece,
+    StepKernel,
+    first_seen,
+    singles,
+    table_of,
+)
 from ridgeline.nn.memory.pass_memory import Forward
 from ridgeline.nn.memory.step_pages import Pages, Work, launches, upload
-from ridgeline.nn.model.attention import LayerCache, Mask
+from ridgeline.nn.model.attention import LayerCache, Mask, temperature
 from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.serve.block_manager import Copy, runs
@@ -71,7 +80,7 @@ class Runner:
         self.padded = padded
         self.compute: Forward = self.forward
         """The pass over a step's rows; a technique may put memory of its own around it."""
-        window = spec.sliding_window or 0
+        window = (spec.sliding_window or 0) * (-1 if spec.chunked_window else 1)
         self.layout = BatchLayout(causal=spec.causal, window=window if spec.window_every == 1 else 0)
         shape = (1, kv_heads or spec.cached_heads, slots, spec.cached_dim)
         self.cache: dict[str, LayerCache] = {
@@ -200,9 +209,7 @@ class Runner:
             slots += range(first, first + count)
         if self.layout.whole is not None:  # which reads the pool
             return Piece(row, row + n, [], False, stop, seq.blocks)
-        window = self.layout.window
-        visible = max(0, start + 1 - window) if window else 0
-        own = n > 1
+        visible, own = first_seen(start, self.layout.window), n > 1
         return Piece(row, row + n, runs(seq.blocks, size, visible, start if own else stop), own, stop, seq.blocks)
 
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
@@ -220,6 +227,8 @@ class Runner:
         """The layers on this rank, or those of ``names``, [1, T, H] → [1, T, H]."""
         decoder = None if names and len(names) < len(self.model.layers) else self.decoder
         ropes = {kind: None if t is None else (t[0][at], t[1][at]) for kind, t in self._tables.items()}
+        scale = temperature(self.model.spec, at, 0, 0, at.device)
+        scaled = NO_MASK if scale is None else NO_MASK._replace(scale=scale)
         s = self.layout.singles
         if decoder is not None and s is not None and len(s.rows) == x.shape[1] <= decoder.most_rows:
             if self._described is None:
@@ -227,7 +236,8 @@ class Runner:
             return decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
         for i, name in enumerate(names or self.model.layers):
             block = self.model.layers[name]
-            x = block(x, NO_MASK, ropes[bool(block.windowed)], self.cache[name])
+            kind = bool(block.windowed)
+            x = block(x, NO_MASK if kind else scaled, ropes[kind], self.cache[name])
             if self.after_layer is not None:
                 self.after_layer(i)
         return x

@@ -12,12 +12,12 @@ def to_hf_config(spec: ModelSpec) -> Config:
     """The Hugging Face ``config.json`` of ``spec``: the inverse of :meth:`ModelSpec.from_config`.
 
     Dropout is written as 0, because the twin has none. Raises :class:`UserError` for a spec that its family's
-    configuration cannot express, or a family that has no writer (t5).
+    configuration cannot express, or of an unknown family.
     """
-    write = FAMILIES[spec.family].write if spec.family in FAMILIES else None
-    if write is None:
-        known = ", ".join(kind for kind, family in FAMILIES.items() if family.write is not None)
+    if spec.family not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise UserError(f"family {spec.family!r} has no Hugging Face config writer", f"families that have: {known}")
+    write = FAMILIES[spec.family].write
     config = {"model_type": spec.family, "tie_word_embeddings": spec.tie_embeddings, **write(spec)}
     restored = spec.from_config(config, name=spec.name)
     kept = set(type(spec).model_fields) - {"published_parameters", "source"}

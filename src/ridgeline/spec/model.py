@@ -10,11 +10,13 @@ import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from ridgeline.spec import parameter_list
 from ridgeline.spec.errors import UserError, unknown
+from ridgeline.spec.parameter_list import Parameter
 from ridgeline.spec.rope import RopeScaling
 from ridgeline.spec.unsupported import refuse
 
@@ -29,11 +31,14 @@ _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"
 
 _POSITIVE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
              "attention_soft_cap", "logits_soft_cap", "local_rope_theta", "kv_lora_rank", "q_lora_rank", "value_dim",
-             "dense_intermediate_size", "router_scale")  # fmt: skip
+             "dense_intermediate_size", "router_scale", "query_temperature", "query_temperature_every",
+             "expert_capacity")  # fmt: skip
 """Numbers that are None or positive."""
 _LATER = (*_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
           "joint_qk_norm", "rope_interleaved", "dense_layers", "shared_intermediate_size", "router_scores",
-          "router_score_bias", "router_groups", "router_groups_chosen")  # fmt: skip
+          "router_score_bias", "router_groups", "router_groups_chosen", "router_on_input", "chunked_window",
+          "nope_layers", "qk_norm_weight", "relative_distance", "start_token", "moe_first",
+          "embedding_multiplier_rounded")  # fmt: skip
 """Fields that a dump leaves out at their defaults, so that the ids of experiments stored before them still hold."""
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
@@ -42,24 +47,10 @@ ROW = ("o_proj", "down_proj")
 """Linear layers whose inputs it divides, so that their outputs are partial sums."""
 LATENT = ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm")
 """Modules of multi-head latent attention before its heads, which every rank has whole."""
+CAPPED_ROWS = 128
+"""Queries whose scores exist at a time in attention that caps them; keys behind all of them are left out."""
 FROZEN = (".score_bias",)
 """How the names of parameters end that no gradient trains."""
-
-
-class Parameter(NamedTuple):
-    """One parameter tensor: its dotted name in the torch twin, its shape, and the block it belongs to."""
-
-    name: str
-    shape: tuple[int, ...]
-    block: str  # "embed", "encoder.<i>", "layers.<i>" or "head"
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        n = 1
-        for d in self.shape:
-            n *= d
-        return n
 
 
 class ModelSpec(BaseModel):
@@ -110,6 +101,9 @@ class ModelSpec(BaseModel):
     position_offset: int = 0
     """Rows of the learned position table before position 0 (OPT: 2)."""
     relative_buckets: int = 0
+    """Rows of the tables that relative positions add to the scores from (T5); see ``relative_distance``."""
+    relative_distance: int = 128
+    """Distance from which all are in the last of them."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -117,6 +111,8 @@ class ModelSpec(BaseModel):
     """RMSNorm over head_dim on queries and keys (Qwen3)."""
     joint_qk_norm: bool = False
     """Whether these norms are over all heads together (OLMo 2)."""
+    qk_norm_weight: bool = True
+    """Whether these norms have weights. Those without are in rotated layers only (Llama 4)."""
     kv_lora_rank: int | None = None
     """Width of the latent that keys and values are computed from in multi-head latent attention (DeepSeek-V2,
     arXiv:2405.04434, section 2.1); None: other attention."""
@@ -144,6 +140,16 @@ class ModelSpec(BaseModel):
     window_every: int = 1
     """With a sliding window: every N-th layer attends to everything nevertheless (Gemma 2, gpt-oss: layers 1, 3, 5, …;
     Gemma 3: every sixth); 1: none does."""
+    chunked_window: bool = False
+    """Whether windows are chunks: a token attends to those of its own chunk of ``sliding_window`` positions (Llama
+    4)."""
+    nope_layers: bool = False
+    """Whether the layers that attend to everything, where others have a window, have no rotary embedding (NoPE; Llama
+    4)."""
+    query_temperature: float | None = None
+    """In these layers the query at position p is multiplied by 1 + query_temperature · log(1 + ⌊(p + 1) /
+    query_temperature_every⌋) (arXiv:2501.19399; Llama 4); None: by 1."""
+    query_temperature_every: int | None = None
     attention_sinks: bool = False
     """One learned logit per head that absorbs attention (gpt-oss's sinks)."""
     attention_soft_cap: float | None = None
@@ -156,6 +162,8 @@ class ModelSpec(BaseModel):
     """Biases on the router and on every expert (gpt-oss)."""
     moe_every: int = 1
     """Every N-th layer is a mixture (1: all; 2: layers 1, 3, 5, … as in Switch)."""
+    moe_first: int | None = None
+    """The first of them (Switch: layer 1); None: layer ``moe_every`` - 1."""
     dense_layers: int = 0
     """First layers that are none (DeepSeek)."""
     shared_intermediate_size: int = 0
@@ -171,10 +179,18 @@ class ModelSpec(BaseModel):
     router_groups_chosen: int = 1
     router_scale: float | None = None
     """Multiplies the chosen experts' weights (DeepSeek); None: 1."""
+    expert_capacity: int | None = None
+    """Tokens of a sequence that an expert takes in one pass; later ones are added nothing (Switch); None: all."""
+    router_on_input: bool = False
+    """Whether a token is weighted before its experts instead of their outputs (Llama 4)."""
     encoder_layers: int = 0
-    """Layers of the encoder in an encoder-decoder model (spec only)."""
+    """Layers of the encoder in an encoder-decoder model."""
+    start_token: int = 0
+    """Token that its decoder begins with."""
     embedding_multiplier: float | None = None
     """Multiplies the embeddings (Granite); None: 1."""
+    embedding_multiplier_rounded: bool = False
+    """Whether it is rounded to the dtype of the weights first (Gemma)."""
     attention_multiplier: float | None = None
     """Multiplies the attention scores (Granite); None: 1 / sqrt(head_dim)."""
     residual_multiplier: float | None = None
@@ -204,6 +220,8 @@ class ModelSpec(BaseModel):
             if (value := getattr(self, field)) is not None and value <= 0:
                 raise ValueError(f"{field} {value} is not positive")
         rotated = self.rotated
+        if self.rope_interleaved and not self.is_latent and self.rotary_dim is not None:
+            raise ValueError("rope_interleaved does not go with rotary_dim")
         if self.position == "rope" and (not 0 < rotated <= self.head_dim or rotated % 2):
             raise ValueError(f"rotary_dim {rotated} is not an even number up to head_dim {self.head_dim}")
         factors = self.rope_scaling.short_factor if self.rope_scaling else ()
@@ -219,9 +237,24 @@ class ModelSpec(BaseModel):
             raise ValueError("swigluoai is a gated activation")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
+        if (self.position == "relative") != self.is_encoder_decoder:
+            raise ValueError("relative positions are those of encoder-decoders, and they have no others")
+        if self.expert_capacity is not None and self.experts_per_token != 1:
+            raise ValueError("expert_capacity needs experts_per_token = 1")
+        self._check_layers()
         self._check_latent()
         self._check_router()
         return self
+
+    def _check_layers(self) -> None:
+        if self.chunked_window and self.sliding_window is None:
+            raise ValueError("chunked_window needs a sliding_window")
+        if self.nope_layers and (self.sliding_window is None or self.window_every == 1 or self.position != "rope"):
+            raise ValueError("nope_layers needs rotary embedding, and windows in all layers but every N-th")
+        if self.query_temperature is not None and not (self.nope_layers and self.query_temperature_every):
+            raise ValueError("query_temperature needs nope_layers and query_temperature_every")
+        if not self.qk_norm_weight and (not self.qk_norm or self.joint_qk_norm or self.norm_offset):
+            raise ValueError("qk_norm_weight = false needs qk_norm over each head")
 
     def _check_latent(self) -> None:
         if self.kv_lora_rank is None:
@@ -328,11 +361,24 @@ class ModelSpec(BaseModel):
         """Whether layer ``index`` is a mixture of experts."""
         if index < self.dense_layers:
             return False
-        return bool(self.num_experts) and index % self.moe_every == self.moe_every - 1
+        first = self.moe_every - 1 if self.moe_first is None else self.moe_first
+        return bool(self.num_experts) and index % self.moe_every == first % self.moe_every
 
     def is_windowed_layer(self, index: int) -> bool:
         """Whether layer ``index`` attends to at most ``sliding_window`` tokens."""
         return self.sliding_window is not None and (self.window_every == 1 or (index + 1) % self.window_every != 0)
+
+    def is_rotated_layer(self, index: int) -> bool:
+        """Whether layer ``index`` has rotary embedding."""
+        return self.position == "rope" and (not self.nope_layers or self.is_windowed_layer(index))
+
+    def has_qk_norm(self, index: int) -> bool:
+        """Whether layer ``index`` normalizes queries and keys."""
+        return self.qk_norm and (self.qk_norm_weight or self.is_rotated_layer(index))
+
+    def layer_kind(self, index: int) -> tuple[bool, bool]:
+        """Layers of one kind are alike: whether it is a mixture, and whether it has a window that others have not."""
+        return self.is_moe_layer(index), self.window_every > 1 and self.is_windowed_layer(index)
 
     @property
     def windowed_layers(self) -> int:
@@ -359,124 +405,11 @@ class ModelSpec(BaseModel):
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter tensor in model order, named as in the torch twin; a tied head is not repeated."""
-        h = self.hidden_size
-        yield Parameter("embed.tokens.weight", (self.vocab_size, h), "embed")
-        if self.position == "learned":
-            yield Parameter("embed.positions.weight", (self.max_positions + self.position_offset, h), "embed")
-        if self.token_types:
-            yield Parameter("embed.token_types.weight", (self.token_types, h), "embed")
-        if self.embedding_norm:
-            yield from self._norm("embed.norm", h, "embed")
-        if self.is_encoder_decoder:
-            yield Parameter("embed.encoder_relative.weight", (self.relative_buckets, self.num_heads), "embed")
-            yield Parameter("embed.decoder_relative.weight", (self.relative_buckets, self.num_heads), "embed")
-            for i in range(self.encoder_layers):
-                yield from self.block_parameters(i, "encoder")
-            yield from self._norm("encoder_norm", h, "head")
-        for i in range(self.num_layers):
-            yield from self.block_parameters(i, "layers")
-        if self.final_norm:
-            yield from self._norm("norm", h, "head")
-        if self.head == "mlm":
-            yield Parameter("head.dense.weight", (h, h), "head")
-            yield Parameter("head.dense.bias", (h,), "head")
-            yield from self._norm("head.norm", h, "head")
-        if self.head == "classify":
-            yield Parameter("head.dense.weight", (h, h), "head")
-            yield Parameter("head.dense.bias", (h,), "head")
-            yield Parameter("head.out.weight", (self.num_labels, h), "head")
-            yield Parameter("head.out.bias", (self.num_labels,), "head")
-        elif not self.tie_embeddings:
-            yield Parameter("head.out.weight", (self.vocab_size, h), "head")
-        if self.head == "mlm":
-            yield Parameter("head.out.bias", (self.vocab_size,), "head")
+        return parameter_list.parameters(self)
 
     def block_parameters(self, index: int, stack: str = "layers") -> Iterator[Parameter]:
         """The parameters of one transformer block of ``stack`` ("layers" or "encoder")."""
-        h, block = self.hidden_size, f"{stack}.{index}"
-        if self.input_norms:
-            yield from self._norm(f"{block}.attention_norm", h, block)
-        yield from self._attention(f"{block}.attention", block)
-        if self.output_norms:
-            yield from self._norm(f"{block}.attention_out_norm", h, block)
-        if self.is_encoder_decoder and stack == "layers":
-            yield from self._norm(f"{block}.cross_norm", h, block)
-            yield from self._attention(f"{block}.cross_attention", block)
-        if self.input_norms and not self.shared_norm:
-            yield from self._norm(f"{block}.mlp_norm", h, block)
-        yield from self._feed_forward(index, block)
-        if self.output_norms:
-            yield from self._norm(f"{block}.mlp_out_norm", h, block)
-
-    def _feed_forward(self, index: int, block: str) -> Iterator[Parameter]:
-        h = self.hidden_size
-        f = self.intermediate_size
-        if self.is_moe_layer(index):
-            e = self.num_experts
-            yield Parameter(f"{block}.mlp.router.weight", (e, h), block)
-            if self.router_score_bias:
-                yield Parameter(f"{block}.mlp.score_bias", (e,), block)
-            if self.gated:
-                yield Parameter(f"{block}.mlp.experts.gate_proj", (e, f, h), block)
-            yield Parameter(f"{block}.mlp.experts.up_proj", (e, f, h), block)
-            yield Parameter(f"{block}.mlp.experts.down_proj", (e, h, f), block)
-            if self.moe_bias:
-                yield Parameter(f"{block}.mlp.router.bias", (e,), block)
-                if self.gated:
-                    yield Parameter(f"{block}.mlp.experts.gate_bias", (e, f), block)
-                yield Parameter(f"{block}.mlp.experts.up_bias", (e, f), block)
-                yield Parameter(f"{block}.mlp.experts.down_bias", (e, h), block)
-            if self.shared_intermediate_size:
-                yield from self._mlp(f"{block}.mlp.shared", self.shared_intermediate_size, block)
-        else:
-            yield from self._mlp(f"{block}.mlp", self.dense_size, block)
-
-    def _mlp(self, prefix: str, f: int, block: str) -> Iterator[Parameter]:
-        h = self.hidden_size
-        if self.gated:
-            yield from self._linear(f"{prefix}.gate_proj", f, h, self.mlp_bias, block)
-        yield from self._linear(f"{prefix}.up_proj", f, h, self.mlp_bias, block)
-        yield from self._linear(f"{prefix}.down_proj", h, f, self.mlp_bias, block)
-
-    def _latent(self, prefix: str, rank: int, block: str) -> Iterator[Parameter]:
-        h, out = self.hidden_size, self.context_size + self.q_size - self.num_heads * self.rotated
-        if self.q_lora_rank is None:
-            yield from self._linear(f"{prefix}.q_proj", self.q_size, h, False, block)
-        else:
-            yield from self._linear(f"{prefix}.q_a_proj", self.q_lora_rank, h, self.qkv_bias, block)
-            yield Parameter(f"{prefix}.q_a_norm.weight", (self.q_lora_rank,), block)
-            yield from self._linear(f"{prefix}.q_b_proj", self.q_size, self.q_lora_rank, False, block)
-        yield from self._linear(f"{prefix}.kv_a_proj", rank + self.rotated, h, self.qkv_bias, block)
-        yield Parameter(f"{prefix}.kv_a_norm.weight", (rank,), block)
-        yield from self._linear(f"{prefix}.kv_b_proj", out, rank, False, block)
-        yield from self._linear(f"{prefix}.o_proj", h, self.context_size, self.out_bias, block)
-
-    def _attention(self, prefix: str, block: str) -> Iterator[Parameter]:
-        h = self.hidden_size
-        if self.kv_lora_rank is not None:
-            yield from self._latent(prefix, self.kv_lora_rank, block)
-            return
-        yield from self._linear(f"{prefix}.q_proj", self.q_size, h, self.qkv_bias, block)
-        yield from self._linear(f"{prefix}.k_proj", self.kv_size, h, self.qkv_bias, block)
-        yield from self._linear(f"{prefix}.v_proj", self.kv_size, h, self.qkv_bias, block)
-        yield from self._linear(f"{prefix}.o_proj", h, self.q_size, self.out_bias, block)
-        if self.qk_norm:
-            joint = self.joint_qk_norm
-            yield Parameter(f"{prefix}.q_norm.weight", (self.q_size if joint else self.head_dim,), block)
-            yield Parameter(f"{prefix}.k_norm.weight", (self.kv_size if joint else self.head_dim,), block)
-        if self.attention_sinks:
-            yield Parameter(f"{prefix}.sinks", (self.num_heads,), block)
-
-    @staticmethod
-    def _linear(name: str, out: int, in_: int, bias: bool, block: str) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (out, in_), block)
-        if bias:
-            yield Parameter(f"{name}.bias", (out,), block)
-
-    def _norm(self, name: str, size: int, block: str) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (size,), block)
-        if self.norm == "layernorm" and self.norm_bias:
-            yield Parameter(f"{name}.bias", (size,), block)
+        return parameter_list.of_block(self, index, stack)
 
     # ---- from Hugging Face --------------------------------------------------------------------------------------
 

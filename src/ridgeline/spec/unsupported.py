@@ -17,8 +17,6 @@ UNLIKE: dict[str, tuple[str, str]] = {
     "glm4": ("gemma2", "rotary embedding of neighboring dimensions, SwiGLU"),
     "gptj": ("gpt_neox", "rotary embedding of neighboring dimensions"),
     "granitemoe": ("granite", "a mixture of experts under Granite's multipliers"),
-    "llama4": ("mixtral", "an image encoder beside the text model"),
-    "llama4_text": ("mixtral", "a shared expert, sigmoid routing, layers without rotary embedding"),
     "mpt": ("bloom", "LayerNorm without bias, queries, keys and values in one weight"),
     "phi": ("gpt_neox", "separate projections, a bias on the logits"),
     "stablelm": ("phi3", "LayerNorm"),

@@ -252,8 +252,18 @@ def check_apart(techniques: list[Technique]) -> None:
                                        f"keep one of {name} and {other.card.name}")  # fmt: skip
 
 
+def require_sides(e: Experiment) -> None:
+    """Raise :class:`Incompatible` when a technique of the plan does not run on the encoder of an encoder-decoder."""
+    for t in techniques_of(e.plan):
+        if e.model.is_encoder_decoder and not t.card.encoder_decoders:
+            others = ", ".join(sorted(cls.card.name for cls in registry().values() if cls.card.encoder_decoders))
+            raise Incompatible(f"{t.card.name} runs on decoders; {e.model.name} has an encoder too: it can be"
+                               " predicted, not run", f"techniques that run on it: {others}")  # fmt: skip
+
+
 def require_runnable(e: Experiment) -> None:
     """Raise :class:`Incompatible` when a technique of the plan can be predicted but not run."""
+    require_sides(e)
     for t in techniques_of(e.plan):
         here = t.card.runs_in is None or e.task in t.card.runs_in
         if not (t.runs and here):
@@ -278,6 +288,22 @@ def _nearest_degrees(axes: dict[str, int], world: int) -> str:
     return " × ".join(f"{axis} {degree}" for axis, degree in zip(axes, best, strict=True))
 
 
+def _check_sides(e: Experiment) -> None:
+    """What is not done with an encoder and a decoder."""
+    m, w = e.model, e.workload
+    if isinstance(w, Serve) or (isinstance(w, Generate) and w.engine):
+        raise Incompatible(
+            f"{m.name} has an encoder and a decoder: the serving engines here batch decoders only",
+            "use a decoder, `ridgeline generate`, or task generate without an engine",
+        )
+    if e.task == "compress":
+        raise Incompatible(f"{m.name} has an encoder and a decoder: compression here walks through decoders",
+                           "use a decoder")  # fmt: skip
+    if e.is_training and e.training.separates_documents:
+        raise Incompatible(f"{m.name} has an encoder and a decoder: its examples are pairs, one in a row, which are not"
+                           " packed", "leave document_mask out, or give packing=false (--no-packing)")  # fmt: skip
+
+
 def _check_workload(e: Experiment) -> None:
     m, w = e.model, e.workload
     degree = math.prod(e.parallel.values())
@@ -292,11 +318,8 @@ def _check_workload(e: Experiment) -> None:
                            "train a language model, or use this one with serve")  # fmt: skip
     if e.task in ("compress", "generate") and not m.causal:
         raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")
-    if m.is_encoder_decoder and isinstance(w, (Generate, Serve)) and w.engine:
-        raise Incompatible(
-            f"{m.name} has an encoder and a decoder: the serving engines here batch decoders only",
-            "use a decoder, or task generate without an engine",
-        )
+    if m.is_encoder_decoder:
+        _check_sides(e)
     length = max(getattr(w, "seq_len", 0), getattr(w, "prompt_len", 0) + getattr(w, "output_len", 0))
     if m.position not in ("relative", "alibi") and length > m.max_positions:
         raise Incompatible(

@@ -97,6 +97,8 @@ class Card:
     """The command that runs it, where engines do not."""
     runs_in: frozenset[str] | None = None
     """Tasks in which the engines implement it, if not all of ``tasks``."""
+    encoder_decoders: bool = False
+    """Whether it runs on models with an encoder and a decoder too; others can be predicted with it."""
     needs_model: Mapping[str, Any] = field(default_factory=dict)
     """ModelSpec fields that the generic tests and the support matrix must set for it (a mixture of experts)."""
 

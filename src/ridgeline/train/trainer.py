@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ridgeline.data.batches import IGNORE, Batch, TextBatches, load_tokens, own_tokenizer, token_ids
 from ridgeline.data.packing import InstructionBatches, load_instructions
+from ridgeline.data.pairs import AnyBatches, HalvedBatches, PairBatches
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into
 from ridgeline.nn.model.init import DTYPES, allocate, build, init_weights
 from ridgeline.nn.model.transformer import Transformer
@@ -25,7 +26,7 @@ from ridgeline.runtime.train_build import Micro, TrainBuild
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import FineTune
-from ridgeline.techniques.registry import resolve
+from ridgeline.techniques.registry import require_sides, resolve
 from ridgeline.techniques.technique import PHASES, Technique
 
 
@@ -82,12 +83,15 @@ class StepStats:
     """Whether the plan ends training here (its budget is spent)."""
 
 
-def global_batches(e: Experiment, rank: int, world: int) -> TextBatches | InstructionBatches:
+def global_batches(e: Experiment, rank: int, world: int) -> AnyBatches:
     """The batches of the experiment. Rank 0 tokenizes text, the others read its cache."""
     w, m = e.training, e.model
     if isinstance(w, FineTune) and w.instructions:
         if not m.causal:
             raise UserError(f"{m.name} is an encoder: it cannot learn answers", "fine-tune it on text, or a decoder")
+        if m.is_encoder_decoder:
+            examples = load_instructions(w, m.vocab_size, whole=True)
+            return PairBatches(examples, w.seq_len, e.batch_size, m.start_token, w.seed, w.eval_batches)
         return InstructionBatches(
             load_instructions(w, m.vocab_size), w.seq_len, e.batch_size, w.packing, w.seed, w.eval_batches
         )
@@ -96,7 +100,9 @@ def global_batches(e: Experiment, rank: int, world: int) -> TextBatches | Instru
     tokens = load_tokens(w.data, m.vocab_size, w.tokenizer or own_tokenizer(w.checkpoint))
     if rank == 0 and world > 1:
         dist.barrier()
-    return TextBatches(tokens, w.seq_len, e.batch_size, m.vocab_size, m.causal, w.seed, w.document_mask, w.eval_batches)
+    length = w.seq_len * (2 if m.is_encoder_decoder else 1)
+    text = TextBatches(tokens, length, e.batch_size, m.vocab_size, m.causal, w.seed, w.document_mask, w.eval_batches)
+    return HalvedBatches(text, m.start_token) if m.is_encoder_decoder else text
 
 
 def whole_model(e: Experiment, device: torch.device) -> Transformer:
@@ -118,6 +124,7 @@ class Trainer:
 
     def __init__(self, e: Experiment, device: torch.device | None = None, rank: int = 0, world: int = 1) -> None:
         e, techniques = resolve(e)
+        require_sides(e)
         self.experiment = e
         self.workload = e.training
         self.device = device or torch.device("cpu")

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback,
 from transformers import Trainer as HfTrainer
 from transformers.utils import logging
 
-from ridgeline.data.batches import Batch, TextBatches
-from ridgeline.data.packing import InstructionBatches
+from ridgeline.data.batches import Batch
+from ridgeline.data.pairs import AnyBatches
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
 from ridgeline.runtime.train_build import TrainBuild
@@ -123,7 +123,7 @@ class HuggingFace:
 class _Rows(Dataset[dict[str, Tensor]]):
     """The rows of every step's batch, one after the other, created on demand."""
 
-    def __init__(self, batches: TextBatches | InstructionBatches, steps: int) -> None:
+    def __init__(self, batches: AnyBatches, steps: int) -> None:
         self.batches, self.steps = batches, steps
         self._step = -1
         self._batch: Batch | None = None

@@ -15,7 +15,7 @@ from ridgeline.jobs.job import CellOptions, RankContext
 from ridgeline.measure.device_use import DeviceUse
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.memory.meter import Meter, process_memory
-from ridgeline.nn.model.generate import decode, make_cache, prefill
+from ridgeline.nn.model.generate import decode, make_cache, opening, prefill
 from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
@@ -144,7 +144,8 @@ def timed_generation(model: Transformer, prompt: torch.Tensor, output_len: int) 
     cache = make_cache(model, batch, length + output_len)
     times: list[float] = []
     start = now()
-    tokens = prefill(model, prompt, cache).argmax(-1)
+    first, source = opening(model, prompt)
+    tokens = prefill(model, first, cache, source).argmax(-1)
     for _ in range(output_len - 1):
         times.append(now() - start)
         start = now()

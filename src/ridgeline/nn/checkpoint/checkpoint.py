@@ -175,14 +175,14 @@ class _Files:
         first, end = header[name]["data_offsets"]
         return FileSpan(file, start + first, end - first, header[name]["dtype"])
 
-    def read(self, name: str, link: NamePair) -> Tensor:
-        """The part of tensor ``name`` that ``link`` maps, in our layout."""
+    def read(self, name: str, link: NamePair, at: int | None = None) -> Tensor:
+        """The part of tensor ``name`` that ``link`` maps, in our layout; ``at``: of its first dimension this one."""
         if name not in self.where:
-            return self._cut(self._expanded(name), link)
+            return self._cut(self._expanded(name), link, at)
         if f"{name}{_BLOCK_SCALES}" in self.where:
             return self._cut(self._scaled(name), link)
         try:
-            return self._cut(self._handle(self.where[name]).get_slice(name), link)
+            return self._cut(self._handle(self.where[name]).get_slice(name), link, at)
         except (SafetensorError, OSError) as e:
             raise UserError(f"tensor {name!r} in {self.where[name]} cannot be read: {e}", _AGAIN) from None
 
@@ -207,14 +207,16 @@ class _Files:
         return expanded
 
     @staticmethod
-    def _cut(piece: Any, link: NamePair) -> Tensor:
+    def _cut(piece: Any, link: NamePair, at: int | None = None) -> Tensor:
         """``link``'s part of a tensor, or of a slice that has not been read yet."""
+        shape = piece.shape if isinstance(piece, Tensor) else piece.get_shape()
+        cut: list[slice] = [slice(None)] * len(shape)
+        if at is not None:
+            cut[0] = slice(at, at + 1)
         if link.part is None:
-            tensor: Tensor = piece[...]
+            tensor: Tensor = piece[tuple(cut) or ...]
         else:
             first, count, of, dim, groups = link.part
-            shape = piece.shape if isinstance(piece, Tensor) else piece.get_shape()
-            cut: list[slice] = [slice(None)] * len(shape)
             step = shape[dim] // (of * groups)
             if groups == 1:
                 cut[dim] = slice(first * step, (first + count) * step)
@@ -222,6 +224,7 @@ class _Files:
             if groups > 1:
                 split = tensor.unflatten(dim, (groups, of, step))
                 tensor = split.narrow(dim + 1, first, count).flatten(dim, dim + 2)
+        tensor = tensor if at is None else tensor[0]
         return tensor.mT if link.transpose else tensor
 
 
@@ -319,7 +322,7 @@ class Reader:
         """Location of a parameter, or one expert's slice of it, if a file stores it exactly as used in ``dtype``; None
         if it must be converted or joined from several pieces."""
         pieces = self._links[ours]
-        link = pieces[expert or 0]
+        link = pieces[0 if len(pieces) == 1 else expert or 0]
         name = self._files.find(link)
         if (
             name is None
@@ -342,14 +345,17 @@ class Reader:
         pieces, shape = self._links[ours], self._shapes[ours]
         if expert is None:
             return _gather(self._files, pieces, shape)
+        if pieces[0].expert is None:  # all experts in one tensor
+            return _gather(self._files, pieces, shape, expert)
         own = pieces[expert]
         if self._files.find(own) is not None or self._files.packed(own) is not None:
             return _gather(self._files, [own._replace(expert=None)], shape[1:])
         return _gather(self._files, pieces, shape)[expert]  # a layer's experts in one tensor
 
 
-def _gather(files: _Files, pieces: list[NamePair], shape: tuple[int, ...]) -> Tensor:
-    """Assemble one of our parameters from its pieces, each checked before anything is read."""
+def _gather(files: _Files, pieces: list[NamePair], shape: tuple[int, ...], at: int | None = None) -> Tensor:
+    """Assemble one of our parameters from its pieces, each checked before anything is read; ``at``: of a lone piece,
+    this place of its first dimension."""
     names = [files.find(link) for link in pieces]
     coded = [None if name else files.packed(link) for name, link in zip(names, pieces, strict=True)]
     if any(packed is not None for packed in coded):  # of a mixture's experts, possibly not all
@@ -388,7 +394,7 @@ def _gather(files: _Files, pieces: list[NamePair], shape: tuple[int, ...]) -> Te
             )
         found.append((name, link))
     if pieces[0].expert is None:
-        return files.read(*found[0])
+        return files.read(*found[0], at)
     return torch.stack([files.read(*piece) for piece in found])
 
 

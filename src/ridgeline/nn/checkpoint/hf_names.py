@@ -33,10 +33,9 @@ class NamePair(NamedTuple):
 
 
 def require_twin(spec: ModelSpec) -> None:
-    """Raise :class:`UserError` for a model that exists only as a spec."""
-    family = FAMILIES.get(spec.family)
-    if family is None or not family.runs or spec.is_encoder_decoder or spec.position == "relative":
-        known = ", ".join(kind for kind, other in FAMILIES.items() if other.runs)
+    """Raise :class:`UserError` for a model of a family that exists only as a spec."""
+    if spec.family not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise UserError(f"model {spec.name!r} of family {spec.family!r} is spec only: it can be predicted, not run",
                         f"run a model of one of these families: {known}")  # fmt: skip
 
@@ -48,9 +47,12 @@ def links(spec: ModelSpec) -> Iterator[NamePair]:
     """
     require_twin(spec)
     family = FAMILIES[spec.family]
-    modules, rest = family.modules(spec), family.rest
+    stacks = {"layers": (family.stack, family.modules(spec)),
+              "encoder": (family.encoder_stack, family.modules(spec, "encoder"))}  # fmt: skip
+    rest = family.rest
     for ours, _, block in spec.parameters():
-        if not block.startswith("layers."):
+        stack, _, index = block.partition(".")
+        if stack not in stacks:
             module, kind = ours.rsplit(".", 1)
             lone = ours == "head.out.bias" and spec.head == "mlm"
             if spec.head == "classify":
@@ -58,7 +60,8 @@ def links(spec: ModelSpec) -> Iterator[NamePair]:
             yield NamePair(ours, "cls.predictions.bias" if lone else f"{rest[module]}.{kind}")
             continue
         inner = ours.removeprefix(f"{block}.")
-        prefix = f"{family.stack}.{block.removeprefix('layers.')}"
+        root, modules = stacks[stack]
+        prefix = f"{root}.{index}"
         module, kind = inner.rsplit(".", 1)
         if module == "mlp.experts" and family.stacked is not None:
             name, part, transpose = family.stacked(spec, kind)
@@ -67,7 +70,7 @@ def links(spec: ModelSpec) -> Iterator[NamePair]:
         if module == "mlp.experts":
             weight = family.experts.get(kind, kind)
             for e in range(spec.num_experts):
-                yield NamePair(ours, f"{prefix}.{modules[module]}.{e}.{weight}.weight", expert=e)
+                yield NamePair(ours, f"{prefix}.{modules[module]}.{family.expert.format(e)}.{weight}.weight", expert=e)
             continue
         kind = family.leaves.get(kind, kind)
         transpose = family.transposed and kind == "weight" and "_norm" not in module
@@ -111,6 +114,10 @@ def stacked(link: NamePair) -> NamePair | None:
 def spellings(theirs: str) -> Iterator[str]:
     """The names under which a tensor is found in the hub's files, most likely first."""
     yield theirs
+    if theirs == "shared.weight":
+        yield "encoder.embed_tokens.weight"
+        yield "decoder.embed_tokens.weight"
+    yield f"language_model.{theirs}"  # beside an image encoder
     for prefix in ("transformer.", "model.", "bert.", "gpt_neox."):  # saved without their head, they have none
         if theirs.startswith(prefix):
             yield theirs.removeprefix(prefix)

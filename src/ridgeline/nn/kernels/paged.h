@@ -147,13 +147,15 @@ struct Changes {
   double cap;           // of soft caps; 0: none
 };
 
-// The query heads of one key head of one sequence, [repeat, width], already scaled → out [repeat, width].
+// The query heads of one key head of one sequence, [repeat, width], already scaled → out [repeat, width]. `window`:
+// tokens that are seen, the newest; 0: all; negative: those of the last chunk of so many.
 void attend(const float* q, float* out, int64_t repeat, int64_t width, const Cache& keys, const Cache& values,
             const Pages& p, int64_t row, int64_t head, int64_t window, const Changes& changes,
             std::vector<float>& room) {
   float* buffer = at_least(room, width + repeat * (kKeys + 2));
   float *scores = buffer + width, *peak = scores + repeat * kKeys, *sum = peak + repeat;
-  const int64_t length = p.lengths[row], first = window && window < length ? length - window : 0;
+  const int64_t length = p.lengths[row];
+  const int64_t first = window < 0 ? (length - 1) / -window * -window : window && window < length ? length - window : 0;
   const int32_t* table = p.table + row * p.blocks;
   const int64_t base = head * p.slots + row * p.sequence;
   for (int64_t r = 0; r < repeat; r++) {

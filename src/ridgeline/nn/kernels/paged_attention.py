@@ -103,9 +103,9 @@ def _half_values(weights, out, rest, codes, scale, least, slot, wide, there, ins
 @triton.jit
 def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, table, lengths, starts, slopes, sinks,
             slots, blocks, groups, repeat, q_row, q_head, window, splits, scale, cap, KIND: tl.constexpr,
-            GROUP: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
-            BLOCK: tl.constexpr, STORED: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-            LEAST: tl.constexpr):  # fmt: skip
+            GROUP: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
+            SINKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, PADDED: tl.constexpr,
+            ROWS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
     """``ROWS`` rows of one sequence and one key head over one part of the keys that they see.
 
     ``STORED``: numbers in a stored row, half of a head's where two 4-bit codes share a byte; these are multiplied half
@@ -125,7 +125,10 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
     # What the first row and the last one see bounds the keys.
     seen = tl.minimum(length - count + (first_row + ROWS - 1) // repeat, length - 1) + 1
     seen = tl.where(first_row < count * repeat, seen, 0)
-    begin = tl.maximum(0, length - count + first_row // repeat + 1 - window) // TILE * TILE
+    least = tl.maximum(0, length - count + first_row // repeat)
+    least = least // window * window if CHUNKED else tl.maximum(0, least + 1 - window)
+    begin = least // TILE * TILE
+    oldest = position // window * window if CHUNKED else position - window + 1
     part = tl.maximum(tl.cdiv(tl.cdiv(seen - begin, TILE), splits), LEAST) * TILE
     begin += s * part
     end = tl.minimum(begin + part, seen)
@@ -183,7 +186,7 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
             scores = tl.where(scores < 0, -size, size)
         if SLOPES:
             scores += slope[:, None] * (n + 1 - length)[None, :].to(tl.float32)
-        visible = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window) & there[None, :]
+        visible = (n[None, :] <= position[:, None]) & (n[None, :] >= oldest[:, None]) & there[None, :]
         scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         top = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has not seen any key
@@ -274,7 +277,8 @@ def paged_attention(
     """Attention of ``q`` [T, H, D] (any strides but the last) over the pool, plain tensors or codes [1, G, slots, ·] →
     [T, H, D]. Keys and values of the new tokens are in the pool already.
 
-    ``window``: newest tokens that a token sees, 0: all. ``changes``: what happens to scores.
+    ``window``: newest tokens that a token sees, 0: all, negative: those of its chunk of so many.
+    ``changes``: what happens to scores.
     """
     heads, width = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -299,8 +303,9 @@ def paged_attention(
         _attend[count, groups, splits](
             q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work.items, given.table, given.lengths,
             given.starts, slopes, sinks, slots, given.table.shape[1], groups, repeat, q.stride(0), q.stride(1),
-            window or 2**30, splits, width**-0.5 * (256.0 if kind == "fp8" else 1.0), changes.soft_cap or 1.0,
-            KIND=_KINDS[kind], GROUP=group, CAPPED=changes.soft_cap is not None, SLOPES=changes.slopes is not None,
+            abs(window) or 2**30, splits, width**-0.5 * (256.0 if kind == "fp8" else 1.0), changes.soft_cap or 1.0,
+            KIND=_KINDS[kind], GROUP=group, CHUNKED=window < 0, CAPPED=changes.soft_cap is not None,
+            SLOPES=changes.slopes is not None,
             SINKS=changes.sinks is not None, SPLIT=splits > 1, BLOCK=given.block, STORED=stored, PADDED=padded,
             ROWS=work.rows, TILE=tile, LEAST=LEAST, num_warps=4 if work.rows < 64 else 8,
             num_stages=3 if work.split else 2,

@@ -126,6 +126,14 @@ def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | 
     return Singles(numbers[0], table, numbers[1].to(torch.int32), block)
 
 
+def first_seen(at: int, window: int) -> int:
+    """The first token that one at place ``at`` of its sequence attends to. ``window``: how many of the newest; 0: all;
+    negative: those of its own chunk of so many."""
+    if window < 0:
+        return at // -window * -window
+    return max(0, at + 1 - window) if window else 0
+
+
 @dataclass(slots=True)
 class BatchLayout:
     """One step as attention sees it; the same for all layers."""
@@ -143,7 +151,7 @@ class BatchLayout:
     """Writes keys and values to two stores at once, if it knows their codes: (keys, values, slots, k, v)."""
     causal: bool = True
     window: int = 0
-    """Number of newest tokens that a token attends to in every layer, to which extents are cut; 0: all."""
+    """What a token attends to in every layer (see :func:`first_seen`), to which extents are cut."""
     outside: AbstractContextManager[None] = field(default_factory=nullcontext)
     """Entered by each layer's attention, the only part whose operators depend on the batch."""
     real: Tensor | None = None
@@ -159,8 +167,8 @@ class PagedCache(LayerCache):
         self, layout: BatchLayout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kind: str = "",
         window: int = 0, tensors: int = 2,
     ) -> None:  # fmt: skip
-        """``shape``: [1, G, slots, D]; ``kind``: fp8, int8 or int4 for a quantized cache; ``window``: number of newest
-        tokens that a token attends to in this layer, 0: all; ``tensors``: 1 where values are the keys."""
+        """``shape``: [1, G, slots, D]; ``kind``: fp8, int8 or int4 for a quantized cache; ``window``: what a
+        token attends to in this layer (see :func:`first_seen`); ``tensors``: 1 where values are the keys."""
         self.layout, self.window = layout, window
         self.length = 0
         make = KINDS[kind] if kind else lambda s, d: PlainStore(s, dtype, d)
@@ -264,11 +272,10 @@ class PagedCache(LayerCache):
 
     def _decode(self, q: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
         """One new token, [1, H, 1, D] → [1, H, D]: heads that share a key head are the queries of one head."""
-        held = sum(n for _, n in piece.extents)
-        if changes is not None or (self.window and self.window < held):
+        if changes is not None or self._unseen(piece):
             past = [self._read(extent, q.dtype) for extent in piece.extents]
             keys, values = (torch.cat([pair[i] for pair in past], 2) for i in range(2))
-            cut = held - self.window if self.window and self.window < held else 0
+            cut = self._unseen(piece)
             mask = Mask(None, False, changes=changes)
             return flash_attention(q, keys[:, :, cut:], values[:, :, cut:], mask)[:, :, 0]
         heads, width = q.shape[1], q.shape[3]
@@ -287,13 +294,18 @@ class PagedCache(LayerCache):
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
         """Several new tokens: all attend to earlier tokens, and each to new ones up to itself."""
         layout = self.layout
-        total = piece.stop - piece.start + sum(n for _, n in piece.extents)
-        if changes is not None or (self.window and self.window < total):
+        if changes is not None or self._unseen(piece):
             return self._masked(q, k, v, piece, changes)
         if not piece.extents:
             return fused(q, k, v, causal=layout.causal, grouped=k.shape[1] < q.shape[1])
         parts = [attend(q, *pair) for pair in self._past(piece, q.dtype)]
         return merge([*parts, attend(q, k, v, causal=True)])
+
+    def _unseen(self, piece: Piece) -> int:
+        """Tokens of ``piece``, old and new, that its last one does not attend to."""
+        total = sum(n for _, n in piece.extents) + (piece.stop - piece.start if piece.own else 0)
+        length = piece.length or total
+        return max(0, first_seen(length - 1, self.window) - (length - total))
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
         """A sliding window cuts through the chunk, or scores are changed: older tokens are gathered, and a mask applies
@@ -304,7 +316,10 @@ class PagedCache(LayerCache):
         at = torch.arange(keys.shape[2], device=q.device)
         query = at[-q.shape[2] :, None]
         visible = at <= query if self.layout.causal else (at >= 0).expand(len(query), -1)
-        if self.window:
+        if self.window < 0:
+            chunk = (at + (piece.length or len(at)) - len(at)) // -self.window
+            visible = visible & (chunk == chunk[-q.shape[2] :, None])
+        elif self.window:
             visible = visible & (at > query - self.window)
         if changes is None:
             return fused(q, keys, values, visible, grouped=k.shape[1] < q.shape[1])

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ridgeline.nn.model.flash_blocks import computable, with_sinks
-from ridgeline.nn.model.norm import RMSNorm
+from ridgeline.nn.model.norm import RMSNorm, UnweightedRMSNorm
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.errors import unknown
-from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.model import CAPPED_ROWS, ModelSpec
 
 
 class ScoreChanges(NamedTuple):
@@ -44,11 +44,12 @@ class Mask(NamedTuple):
     """The attention mask: an additive bias (None: no bias), whether causality applies in addition, and, for a backend
     that masks documents itself, the documents' numbers."""
 
-    bias: Tensor | None  # [S, T] or [B, 1, S, T]
+    bias: Tensor | None  # [S, T], [B, 1, S, T] or [1 or B, H, S, T]
     causal: bool
     documents: Tensor | None = None  # [B, whole sequence]
     changes: ScoreChanges | None = None  # beside the mask, where the model has any
     kept: dict[str, Tensor] | None = None  # what one layer computes for all
+    scale: Tensor | None = None  # [S, 1, 1] or [B, S, 1, 1], by which queries are multiplied
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ class AttentionBackend:
 
 class LayerCache:
     """Keys and values of one layer, [B, G, T, D] each, allocated once for all T positions."""
+
+    source: tuple[Tensor, Tensor] | None = None
+    """Keys and values of the encoder's output, which a decoder's layer attends to beside them."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -123,26 +127,33 @@ def make_mask(
     device: torch.device,
     dtype: torch.dtype,
     documents: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Mask:
     """The mask for queries ``start .. start + length`` over keys ``0 .. start + length``.
 
     ``windowed``: in layers with a sliding window, if the model has one.
 
-    ``padding`` [B, T] bool: True = real token. ``documents`` [B, T]: a token sees only those of the same number. No
-    tensor is made where a flag says it all.
+    ``padding`` [B, T] bool: True = real token. ``documents`` [B, T]: a token sees only those of the same number.
+    ``positions`` [S] or [B, S]: those of the queries, where they are others. No tensor is made where a flag says it
+    all.
     """
     total = start + length
-    window = spec.sliding_window if windowed and spec.sliding_window and total > spec.sliding_window else None
+    scale = None if windowed else temperature(spec, positions, start, length, device)
+    window = spec.sliding_window if windowed else None
+    if window is not None and total <= window and not (spec.chunked_window and positions is not None):
+        window = None
     causal = spec.causal and length > 1  # a single, last query sees every key anyway
     if padding is None and window is None and documents is None:
         if not causal:
-            return Mask(None, False)
+            return Mask(None, False, scale=scale)
         if start == 0 and not wants_bias:
-            return Mask(None, True)
+            return Mask(None, True, scale=scale)
     query = torch.arange(start, total, device=device)[:, None]
     key = torch.arange(total, device=device)
     allowed = key <= query if spec.causal else (key >= 0).expand(length, -1)
-    if window is not None:
+    if window is not None and spec.chunked_window:
+        allowed = allowed & _same_chunk(window, positions, start, key)
+    elif window is not None:
         allowed = allowed & (key > query - window)
     if padding is not None:
         allowed = allowed & padding[:, None, None, :]
@@ -151,7 +162,30 @@ def make_mask(
     # Half the lowest number, not -inf: a query that may see nothing (padding) then gets a finite, unused average
     # instead of NaN, and adding a negative score to it cannot overflow.
     bias = torch.zeros(allowed.shape, dtype=dtype, device=device)
-    return Mask(bias.masked_fill_(~allowed, torch.finfo(dtype).min / 2), False)
+    return Mask(bias.masked_fill_(~allowed, torch.finfo(dtype).min / 2), False, scale=scale)
+
+
+def _same_chunk(size: int, positions: Tensor | None, start: int, key: Tensor) -> Tensor:
+    """Whether queries and keys are in the same chunk of ``size`` positions, [S, T] or [B, 1, S, T]."""
+    if positions is None:
+        chunk = key // size
+        return chunk[start:, None] == chunk
+    own = positions if start == 0 else positions[..., -1:] + (key - key[-1])  # those before are taken to be contiguous
+    chunk = own // size
+    same = chunk[..., start:, None] == chunk[..., None, :]
+    return same if same.dim() == 2 else same.unsqueeze(1)
+
+
+def temperature(
+    spec: ModelSpec, positions: Tensor | None, start: int, length: int, device: torch.device
+) -> Tensor | None:
+    """What multiplies the queries of layers without rotary embedding, fp32 [S, 1, 1] or [B, S, 1, 1]; None: nothing
+    does."""
+    if spec.query_temperature is None or spec.query_temperature_every is None:
+        return None
+    at = torch.arange(start, start + length, device=device) if positions is None else positions
+    steps = ((at.float() + 1) / spec.query_temperature_every).floor()
+    return (1 + spec.query_temperature * steps.log1p())[..., None, None]
 
 
 def probabilities(q: Tensor, k: Tensor, mask: Mask, dtype: torch.dtype) -> Tensor:
@@ -217,7 +251,7 @@ def _flash_changed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, changes: ScoreCh
     """Fused attention with ALiBi as a bias, and sinks in the softmax's denominator. It has no soft caps: those need the
     score matrix."""
     if changes.soft_cap is not None:
-        return _blocked(q, k, v, _whole(mask, q, k))
+        return _blocked(q, k, v, _whole(mask, q, k), mask.causal)
     bias, causal = mask.bias, mask.causal
     if changes.slopes is not None:
         bias, causal = _with_slopes(q, k, mask, changes), False
@@ -248,25 +282,24 @@ def _with_slopes(q: Tensor, k: Tensor, mask: Mask, changes: ScoreChanges) -> Ten
     return bias
 
 
-_ROWS = 128
-"""Queries of a block."""
-
-
-def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attention by its definition over blocks of queries, whose scores are computed again in backward."""
-    parts = []
-    for start in range(0, q.shape[2], _ROWS):
-        rows = slice(start, start + _ROWS)
+def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, causal: bool) -> Tensor:
+    """Attention by its definition over blocks of queries, whose scores are computed again in backward. ``causal``: the
+    last queries are of the last keys, and no query sees later ones."""
+    parts, length, total = [], q.shape[2], k.shape[2]
+    for start in range(0, length, CAPPED_ROWS):
+        rows = slice(start, start + CAPPED_ROWS)
+        keys = slice(0, min(total, total - length + rows.stop) if causal else total)
         bias = mask.bias
-        bias = bias[..., rows, :] if bias is not None and bias.shape[-2] > 1 else bias
+        bias = bias[..., rows, keys] if bias is not None and bias.shape[-2] > 1 else bias
 
         def compute(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
             return naive_attention(q, k, v, mask._replace(bias=bias))
 
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            parts.append(checkpoint(compute, q[:, :, rows], k, v, bias, use_reentrant=False))
+            part = checkpoint(compute, q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, use_reentrant=False)
+            parts.append(part)
         else:
-            parts.append(compute(q[:, :, rows], k, v, bias))
+            parts.append(compute(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
@@ -312,7 +345,7 @@ def project(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor,
     else:
         q, k = attention.q_norm(q.view(shape)), attention.k_norm(k.view(shape))
     if rope is not None:
-        q, k = rotate(q, rope), rotate(k, rope)
+        q, k = rotate(q, rope, attention.interleaved), rotate(k, rope, attention.interleaved)
     return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
 
 
@@ -342,13 +375,21 @@ class SelfAttention(nn.Module):
         return {}
 
 
+def _qk_norm(spec: ModelSpec, index: int, size: int) -> RMSNorm | UnweightedRMSNorm | None:
+    """Layer ``index``'s norm over ``size`` elements of queries or keys."""
+    if not spec.has_qk_norm(index):
+        return None
+    return RMSNorm(size, spec.norm_eps, spec.norm_offset) if spec.qk_norm_weight else UnweightedRMSNorm(spec.norm_eps)
+
+
 class Attention(SelfAttention):
     """Self-attention with separate projections, so that adapters and quantizers can replace each."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, index: int = 0) -> None:
         super().__init__()
         h = spec.hidden_size
         self.head_dim, self.query_scale = spec.head_dim, spec.query_scale
+        self.interleaved = spec.rope_interleaved
         self.backend = BACKENDS["flash"]
         self.q_proj = nn.Linear(h, spec.q_size, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(h, spec.kv_size, bias=spec.qkv_bias)
@@ -356,8 +397,7 @@ class Attention(SelfAttention):
         self.o_proj = nn.Linear(spec.q_size, h, bias=spec.out_bias)
         self.joint_norm = spec.joint_qk_norm
         sizes = (spec.q_size, spec.kv_size) if spec.joint_qk_norm else (spec.head_dim, spec.head_dim)
-        self.q_norm = RMSNorm(sizes[0], spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
-        self.k_norm = RMSNorm(sizes[1], spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
+        self.q_norm, self.k_norm = (_qk_norm(spec, index, size) for size in sizes)
         self.soft_cap = spec.attention_soft_cap
         self.slopes = alibi_slopes(spec.num_heads) if spec.position == "alibi" else None
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.attention_sinks else None
@@ -383,7 +423,10 @@ class Attention(SelfAttention):
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, hidden] → [B, S, hidden]."""
         batch, length, _ = x.shape
-        q, k, v = (t.transpose(1, 2) for t in self.project(self, x, rope))
+        q, k, v = self.project(self, x, rope)
+        if mask.scale is not None:
+            q = (q * mask.scale).to(q.dtype)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.soft_cap is not None or self.slopes is not None or self.sinks is not None:
             mask = mask._replace(changes=self.changes())
         if cache is None:

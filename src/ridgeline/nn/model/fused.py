@@ -20,7 +20,7 @@ from ridgeline.nn.model.attention import Attention, Mask, naive_attention, proje
 from ridgeline.nn.model.loss import IGNORE, token_loss
 from ridgeline.nn.model.mlp import MLP, expand
 from ridgeline.nn.model.norm import RMSNorm, compute_dtype
-from ridgeline.nn.model.rotary import Rope
+from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.model.transformer import LMHead, MLMHead, Transformer, TransformerBlock, add_then_norm
 
 # ---- residual additions and norms -----------------------------------------------------------------------------------
@@ -179,7 +179,10 @@ def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[
         return project(attention, x, rope)
     merged, bias = found
     tensors = [*(p.weight for p in parts), *(p.bias for p in parts)]
-    q, k, v = functions.qkv(x.to(merged.dtype), merged, bias, attention.head_dim, rope, tensors)  # type: ignore[arg-type]
+    turned = None if attention.interleaved else rope
+    q, k, v = functions.qkv(x.to(merged.dtype), merged, bias, attention.head_dim, turned, tensors)  # type: ignore[arg-type]
+    if rope is not None and attention.interleaved:
+        q, k = rotate(q, rope, True), rotate(k, rope, True)
     return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
 
 

@@ -23,18 +23,27 @@ def make_cache(model: Transformer, batch: int, length: int, dtype: torch.dtype |
     return cache
 
 
-def prefill(model: Transformer, input_ids: Tensor, cache: Cache) -> Tensor:
-    """Read a prompt [B, S] into the cache → logits of the next token, [B, V]."""
+def prefill(model: Transformer, input_ids: Tensor, cache: Cache, source: Tensor | None = None) -> Tensor:
+    """Read a prompt [B, S] into the cache → logits of the next token, [B, V]. ``source`` [B, T]: what an encoder reads
+    first."""
     if model.head is None:
         raise UserError("a model without a head cannot generate", "generate with the whole model")
     # Only the last position predicts anything: the head is not run on the others.
-    logits: Tensor = model.head(model(input_ids, cache=cache, return_hidden=True)[:, -1])
+    logits: Tensor = model.head(model(input_ids, cache=cache, return_hidden=True, source=source)[:, -1])
     return logits
 
 
 def decode(model: Transformer, tokens: Tensor, cache: Cache) -> Tensor:
     """One step: the newest token of every sequence, [B] → logits of the next, [B, V]."""
     return prefill(model, tokens[:, None], cache)
+
+
+def opening(model: Transformer, prompts: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What :func:`prefill` reads of ``prompts`` [B, S] first: themselves, or an encoder-decoder's start token with the
+    prompts as its source."""
+    if not model.spec.is_encoder_decoder:
+        return prompts, None
+    return torch.full_like(prompts[:, :1], model.spec.start_token), prompts
 
 
 @torch.inference_mode()
@@ -48,10 +57,13 @@ def generate(
 ) -> Tensor:
     """Continue prompts [B, S] (unpadded) by up to ``max_new_tokens`` → [B, S + new].
 
+    An encoder-decoder reads the prompts with its encoder, and its start token takes their place in the result.
+
     Greedy at temperature 0, else sampled from ``seed``. A sequence that has produced ``eos`` is filled up with it;
     generation ends when all have. Raises :class:`UserError` for a model that cannot generate, or too long a sequence.
     """
     spec = model.spec
+    input_ids, source = opening(model, input_ids)
     batch, length = input_ids.shape
     if not spec.causal:
         raise UserError(f"family {spec.family!r} is an encoder and cannot generate", "use a decoder")
@@ -67,7 +79,7 @@ def generate(
     for step in range(max_new_tokens):
         if step == 0 or (spec.rope_scaling is not None and spec.rope_scaling.outgrown(length + step)):
             cache = make_cache(model, batch, length + max_new_tokens)
-            logits = prefill(model, torch.cat(produced, 1), cache)
+            logits = prefill(model, torch.cat(produced, 1), cache, source)
         else:
             logits = decode(model, produced[-1][:, 0], cache)
         if temperature > 0:

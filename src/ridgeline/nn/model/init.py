@@ -47,7 +47,7 @@ def allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype)
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> None:
     """Initialize every parameter: normal(0, 0.02), norms 1, biases 0, projections into the residual stream with a
-    smaller deviation.
+    smaller deviation, embeddings beside relative positions normal(0, 1) as T5's, whose logits are scaled down.
 
     Those are scaled by 1/√(2·layers), as in GPT-2. Each parameter has its own random stream, keyed by the seed and its
     name and drawn on the CPU in float32: a pipeline stage, a shard or another device gets exactly the same numbers.
@@ -61,6 +61,8 @@ def init_weights(model: Transformer, seed: int) -> None:
             full.zero_()
         else:
             std = _STD / (2 * layers) ** 0.5 if name.endswith(_RESIDUAL) else _STD
+            if name == "embed.tokens.weight" and model.spec.position == "relative":
+                std = 1.0
             full.normal_(0, std, generator=torch.Generator().manual_seed(_stream(seed, name)))
         assign(parameter, full)
 

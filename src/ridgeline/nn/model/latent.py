@@ -79,7 +79,7 @@ class LatentAttention(SelfAttention):
         q = self.q_b_proj(self._query_latents(x)) if hasattr(self, "q_a_proj") else self.q_proj(x)
         q = q.view(*x.shape[:2], -1, self.head_dim)
         own, turned = q.split((self.head_dim - self.rotated, self.rotated), -1)
-        turned = self._rotated(turned, rope)
+        turned = rotate(turned, rope, self.interleaved)
         if self.query_scale != 1:
             own, turned = own * self.query_scale, turned * self.query_scale
         return own.transpose(1, 2), turned.transpose(1, 2)
@@ -91,12 +91,7 @@ class LatentAttention(SelfAttention):
     def latents(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Of ``x`` [B, S, hidden]: latents [B, S, 1, L] and rotated keys [B, S, 1, R]."""
         latent, key = self.kv_a_proj(x).split((self.rank, self.rotated), -1)
-        return self.kv_a_norm(latent).unsqueeze(2), self._rotated(key.unsqueeze(2), rope)
-
-    def _rotated(self, x: Tensor, rope: Rope) -> Tensor:
-        if self.interleaved:  # the even dimensions first: the same order in queries and keys changes no score
-            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return rotate(x, rope)
+        return self.kv_a_norm(latent).unsqueeze(2), rotate(key.unsqueeze(2), rope, self.interleaved)
 
     def _expanded(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, H, S, N + R] and values [B, H, S, V] of latents [B, S, 1, L] and rotated keys [B, S, 1, R]."""

@@ -110,8 +110,9 @@ class MoE(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.num_experts, self.k = spec.num_experts, spec.experts_per_token
+        self.capacity = spec.expert_capacity
         self.normalize, self.scale = spec.normalize_router, spec.router_scale or 1.0
-        self.sigmoid = spec.router_scores == "sigmoid"
+        self.sigmoid, self.on_input = spec.router_scores == "sigmoid", spec.router_on_input
         self.groups, self.groups_chosen = spec.router_groups, spec.router_groups_chosen
         self.router = nn.Linear(spec.hidden_size, spec.num_experts, bias=spec.moe_bias)
         bias = nn.Parameter(torch.empty(spec.num_experts), requires_grad=False) if spec.router_score_bias else None
@@ -127,8 +128,11 @@ class MoE(nn.Module):
         logits = self.router(x)
         wide = torch.promote_types(logits.dtype, torch.float32)
         scores = logits.to(wide).sigmoid() if self.sigmoid else logits.softmax(-1, dtype=wide)
-        if self.score_bias is None and self.groups == 1:
+        if self.score_bias is None and self.groups == 1 and not self.sigmoid:
             weights, chosen = scores.topk(self.k, dim=-1)
+        elif self.score_bias is None and self.groups == 1:  # large scores round to 1, logits do not
+            chosen = logits.detach().topk(self.k, dim=-1).indices
+            weights = scores.gather(-1, chosen)
         else:
             chosen = self._ranked(scores.detach()).topk(self.k, dim=-1).indices
             weights = scores.gather(-1, chosen)
@@ -155,19 +159,31 @@ class MoE(nn.Module):
         """``x`` [..., h] → [..., h]."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen = self.route(tokens)
+        if self.capacity is not None and x.dim() == 3 and x.shape[1] > self.capacity:
+            weights = self._within_capacity(weights, chosen, x.shape[1], self.capacity)
         pairs = chosen.flatten()  # [N·k]: pair p belongs to token p // k
         order = pairs.argsort(stable=True)
-        sorted_rows = tokens[order // self.k]
-        if self.run is run_here and isinstance(self.experts, Experts) and self.experts.groupable(sorted_rows):
-            rows = self.experts.together(sorted_rows, pairs[order])
+        rows = tokens[order // self.k]
+        if self.on_input:
+            rows = (rows * weights.flatten()[order].unsqueeze(-1)).to(tokens.dtype)
+        if self.run is run_here and isinstance(self.experts, Experts) and self.experts.groupable(rows):
+            rows = self.experts.together(rows, pairs[order])
         else:
-            rows = self.run(self.experts, sorted_rows, self._counts(pairs))
+            rows = self.run(self.experts, rows, self._counts(pairs))
         # Back to pair order by a gather (each pair exactly once), then a sum over k: unlike a scatter-add onto tokens
         # this is deterministic on every device.
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        mixed = rows[place].view(*weights.shape, -1) * weights.unsqueeze(-1)
+        mixed = rows[place].view(*weights.shape, -1)
+        mixed = mixed if self.on_input else mixed * weights.unsqueeze(-1)
         out: Tensor = mixed.sum(1).to(rows.dtype).view(*x.shape[:-1], -1)
         return out if self.shared is None else out + self.shared(x)
+
+    def _within_capacity(self, weights: Tensor, chosen: Tensor, length: int, most: int) -> Tensor:
+        """``weights`` [N, 1] with zeros where a token is not among the first ``most`` of its sequence that chose its
+        expert (arXiv:2101.03961, section 2.2)."""
+        mine = torch.nn.functional.one_hot(chosen.view(-1, length), self.num_experts)  # [B, S, E]
+        place = mine.cumsum(1).gather(2, chosen.view(-1, length, 1))
+        return weights * (place <= most).view(-1, 1)
 
     def _counts(self, pairs: Tensor) -> list[int]:
         """Tokens per expert."""

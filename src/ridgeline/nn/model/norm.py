@@ -32,7 +32,9 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, offset: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, offset: float
+    ) -> Tensor:
         y, rstd = _normalized(x, weight, eps, out_dtype, offset)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
@@ -43,7 +45,11 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         wide = _wide(x)
-        dy, w = dy.to(wide.dtype), weight.to(wide.dtype)
+        dy = dy.to(wide.dtype)
+        if weight is None:
+            share = (dy * wide).sum(-1, keepdim=True).mul_(rstd.pow(3)).div_(-x.shape[-1])
+            return (dy * rstd).addcmul_(wide, share).to(x.dtype), None, None, None, None
+        w = weight.to(wide.dtype)
         w = w + ctx.offset if ctx.offset else w
         p = dy * wide
         dw = torch.mv(p.flatten(0, -2).t(), rstd.flatten()).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -52,13 +58,16 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(x.dtype), dw, None, None, None
 
 
-def _normalized(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, offset: float) -> tuple[Tensor, Tensor]:
+def _normalized(
+    x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, offset: float
+) -> tuple[Tensor, Tensor]:
     """(y, r)."""
     wide = _wide(x)
-    weight = _wide(weight) + offset if offset else weight
+    weight = _wide(weight) + offset if weight is not None and offset else weight
     # vector_norm reads x once; square().mean() would write and re-read a tensor of the size of x.
     rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * rstd).mul_(weight).to(out_dtype), rstd
+    y = wide * rstd
+    return (y if weight is None else y.mul_(weight)).to(out_dtype), rstd
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -88,6 +97,21 @@ class RMSNorm(nn.Module):
         if not torch.is_grad_enabled():  # a decode step's norms take less time than autograd's bookkeeping
             return _normalized(x, weight, self.eps, out_dtype, self.offset)[0]
         y: Tensor = _RMSNorm.apply(x, weight, self.eps, out_dtype, self.offset)  # type: ignore[no-untyped-call]
+        return y
+
+
+class UnweightedRMSNorm(nn.Module):
+    """:class:`RMSNorm` without a weight (Llama 4's on queries and keys)."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x`` over its last dimension."""
+        if not torch.is_grad_enabled():
+            return _normalized(x, None, self.eps, compute_dtype(x), 0.0)[0]
+        y: Tensor = _RMSNorm.apply(x, None, self.eps, compute_dtype(x), 0.0)  # type: ignore[no-untyped-call]
         return y
 
 

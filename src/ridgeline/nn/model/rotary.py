@@ -139,8 +139,14 @@ def _rotated_on_gpu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate_(x.clone().flatten(2), cos, sin, x.shape[2], x.shape[3]).view(x.shape)
 
 
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate the first R dimensions of ``x`` [B, S, heads, D] by the angles of ``rope``."""
+def rotate(x: Tensor, rope: Rope, interleaved: bool = False) -> Tensor:
+    """Rotate the first R dimensions of ``x`` [B, S, heads, D] by the angles of ``rope``.
+
+    ``interleaved``: neighboring dimensions belong together. The result has the even ones first: the same order in
+    queries and keys changes no score.
+    """
+    if interleaved:
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     part = rope[0].shape[-1]
     if part < x.shape[-1]:
         return torch.cat((rotate(x[..., :part], rope), x[..., part:]), -1)

@@ -23,6 +23,7 @@ from ridgeline.nn.model.attention import (
     make_mask,
     plain_cache,
 )
+from ridgeline.nn.model.cross import CrossAttention, Source, padding_mask, relative_bias, with_bias
 from ridgeline.nn.model.latent import LatentAttention
 from ridgeline.nn.model.mlp import ACTIVATIONS, MLP
 from ridgeline.nn.model.moe import MoE
@@ -46,11 +47,14 @@ class InputEmbedding(nn.Module):
         super().__init__()
         h = spec.hidden_size
         self.offset = spec.position_offset
-        self.multiplier = spec.embedding_multiplier or 1.0
+        self.multiplier, self.rounded = spec.embedding_multiplier or 1.0, spec.embedding_multiplier_rounded
         self.tokens = _table(spec.vocab_size, h)
         learned = spec.position == "learned"
         self.positions = _table(spec.max_positions + spec.position_offset, h) if learned else None
         self.token_types = _table(spec.token_types, h) if spec.token_types else None
+        relative = spec.position == "relative"
+        self.encoder_relative = _table(spec.relative_buckets, spec.num_heads) if relative else None
+        self.decoder_relative = _table(spec.relative_buckets, spec.num_heads) if relative else None
         self.norm = make_norm(spec, h) if spec.embedding_norm else None
         self.wide = not spec.post_norm
         """Whether the residual stream keeps its dtype under autocast: no norm follows each addition to it."""
@@ -61,7 +65,9 @@ class InputEmbedding(nn.Module):
         """``ids`` [B, S] → [B, S, H]; ``positions`` default to ``start``, ``start`` + 1, …, ``token_types`` to 0."""
         x: Tensor = self.tokens(ids)
         if self.multiplier != 1:
-            x = x * self.multiplier
+            x = x * (
+                float(torch.tensor(self.multiplier, dtype=x.dtype, device="cpu")) if self.rounded else self.multiplier
+            )
         if self.positions is not None:
             if positions is None:
                 first = start + self.offset
@@ -92,23 +98,28 @@ class TransformerBlock(nn.Module):
     Normalized is what each reads, what each adds (``output_norms``), or the sum (BERT's ``post_norm``).
     """
 
-    def __init__(self, spec: ModelSpec, index: int) -> None:
+    def __init__(self, spec: ModelSpec, index: int, encodes: bool = False) -> None:
+        """``encodes``: a layer of the encoder in a model that has both."""
         super().__init__()
         h = spec.hidden_size
+        crosses = spec.is_encoder_decoder and not encodes
         self.windowed = spec.is_windowed_layer(index)
         self.post_norm, self.parallel, self.shared_norm = spec.post_norm, spec.parallel_residual, spec.shared_norm
         self.multiplier = spec.residual_multiplier or 1.0
         reads = spec.input_norms or spec.post_norm
         self.attention_norm = make_norm(spec, h) if reads else NoNorm()
-        self.attention = LatentAttention(spec) if spec.is_latent else Attention(spec)
+        self.attention = LatentAttention(spec) if spec.is_latent else Attention(spec, index)
         self.attention_out_norm = make_norm(spec, h) if spec.output_norms else None
+        self.cross_norm = make_norm(spec, h) if crosses else None
+        self.cross_attention = CrossAttention(spec) if crosses else None
         self.mlp_norm = make_norm(spec, h) if reads and not spec.shared_norm else NoNorm()
         self.mlp_out_norm = make_norm(spec, h) if spec.output_norms else None
         self.mlp = MoE(spec) if spec.is_moe_layer(index) else MLP(spec, spec.dense_size)
         self.add_norm: AddNorm = add_then_norm
         """A residual addition and the norm that reads it; a technique may replace it by a fused kernel."""
 
-    def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None,
+                source: Source | None = None) -> Tensor:  # fmt: skip
         """``x`` [B, S, H] → [B, S, H]."""
         if self.post_norm:
             x = self.add_norm(x, self.attention_update(self.attention(x, mask, rope, cache)), self.attention_norm)[1]
@@ -119,6 +130,10 @@ class TransformerBlock(nn.Module):
             normed = read if self.shared_norm else self.mlp_norm(x)
             x = x + update
         else:
+            if self.cross_attention is not None and self.cross_norm is not None:
+                assert source is not None
+                x, read = self.add_norm(x, update, self.cross_norm)
+                update = self.cross_attention(read, source, cache)
             x, normed = self.add_norm(x, update, self.mlp_norm)
         out: Tensor = x + self.mlp_update(self.mlp(normed))
         return out
@@ -208,6 +223,9 @@ class Transformer(nn.Module):
             )
         self.spec = spec
         self.embed: InputEmbedding | None = InputEmbedding(spec)
+        encoder = {str(i): TransformerBlock(spec, i, encodes=True) for i in range(spec.encoder_layers)}
+        self.encoder = nn.ModuleDict(encoder)
+        self.encoder_norm = make_norm(spec, spec.hidden_size) if encoder else None
         self.layers = nn.ModuleDict({str(i): TransformerBlock(spec, i) for i in range(spec.num_layers)})
         self.norm: nn.Module | None = make_norm(spec, spec.hidden_size) if spec.final_norm else None
         self.head: LMHead | MLMHead | ClassifyHead | None = HEADS[spec.head](spec)
@@ -234,6 +252,8 @@ class Transformer(nn.Module):
         dtype: torch.dtype,
     ) -> Rope | None:  # fmt: skip
         """Rotary tables of the layers with a sliding window, or of the others; arguments as :meth:`Rotary.tables`."""
+        if self.spec.nope_layers and not windowed:
+            return None
         rotary = self.local_rotary if windowed and self.local_rotary is not None else self.rotary
         return None if rotary is None else rotary.tables(positions, start, length, device, dtype)
 
@@ -243,6 +263,12 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, SelfAttention):
                 module.backend = found
+
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """All layers by the names of their modules, the encoder's first."""
+        stacks = (("encoder", self.encoder), ("layers", self.layers))
+        return {f"{stack}.{name}": block for stack, blocks in stacks for name, block in blocks.items()}
 
     @property
     def backend(self) -> AttentionBackend:
@@ -258,6 +284,8 @@ class Transformer(nn.Module):
         cache: dict[str, LayerCache] | None = None,
         return_hidden: bool = False,
         documents: Tensor | None = None,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
     ) -> Tensor:
         """Token ids [B, S] (or, in a model without ``embed``, hidden states [B, S, H]) → logits [B, S, V].
 
@@ -265,6 +293,8 @@ class Transformer(nn.Module):
         (with a cache: [B, everything so far]) is True for real tokens; None means all are. ``cache`` maps layer names
         to their :class:`LayerCache`. ``documents`` [B, S] numbers the packed documents of a row, which do not see each
         other and whose ``positions`` start anew (all of the sequence's, where that is divided over ranks).
+        ``source`` [B, T] is what an encoder reads, and ``source_mask`` [B, T] True for its real tokens; a cache that
+        has read it takes its place.
         ``return_hidden`` gives what the head would read, [B, S, H], for :func:`ridgeline.nn.token_loss`.
         """
         length, device = input_ids.shape[1], input_ids.device
@@ -276,15 +306,37 @@ class Transformer(nn.Module):
         padding = None if attention_mask is None else attention_mask.bool()
         own = documents if self.backend.separates else None
         separate = None if self.backend.separates else documents
-        wants = self.backend.wants_bias
+        wants = self.backend.wants_bias or self.spec.position == "relative"
         kinds: dict[bool, tuple[Mask, Rope | None]] = {}
+        encoded = self._source(source, source_mask, dtype) if self.encoder else None
         for name, block in self.layers.items():
             if (kind := bool(block.windowed)) not in kinds:
-                mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate)
+                mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate, positions)
+                if self.embed is not None and self.embed.decoder_relative is not None:
+                    bias = relative_bias(self.embed.decoder_relative, self.spec, False, start, length, start + length,
+                                         device)  # fmt: skip
+                    mask = with_bias(mask, bias.to(dtype))
                 rope = self.rope(kind, positions, start, length, device, dtype)
                 kept: dict[str, Tensor] | None = {} if self.spec.score_changes else None
                 kinds[kind] = mask._replace(documents=own, kept=kept), rope
-            x = block(x, *kinds[kind], None if cache is None else cache[name])
+            given = (*kinds[kind], None if cache is None else cache[name])
+            x = block(x, *given) if encoded is None else block(x, *given, encoded)
         if self.norm is not None:
             x = self.norm(x)
         return x if return_hidden or self.head is None else self.head(x)
+
+    def _source(self, ids: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Source:
+        """What the encoder makes of ``ids`` [B, T]."""
+        mask = padding_mask(padding, dtype)
+        if ids is None:
+            return Source(None, mask)
+        assert self.embed is not None
+        assert self.embed.encoder_relative is not None
+        assert self.encoder_norm is not None
+        length = ids.shape[1]
+        bias = relative_bias(self.embed.encoder_relative, self.spec, True, 0, length, length, ids.device)
+        own = with_bias(mask, bias.to(dtype))
+        x = self.embed(ids, None, None)
+        for block in self.encoder.values():
+            x = block(x, own)
+        return Source(self.encoder_norm(x), mask)

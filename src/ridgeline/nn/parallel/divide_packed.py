@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ridgeline.nn.model.attention import Attention
 from ridgeline.nn.model.moe import MoE
+from ridgeline.nn.model.norm import RMSNorm
 from ridgeline.nn.parallel.collectives import rms_norm_of_parts
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import Dense, PackedExperts
@@ -91,7 +92,7 @@ def _cut_heads(attention: Attention, group: ProcessGroup) -> None:
         attention.sinks = nn.Parameter(_part(attention.sinks, 0, group), False)
     if attention.joint_norm:
         for norm in (attention.q_norm, attention.k_norm):
-            assert norm is not None
+            assert isinstance(norm, RMSNorm)
             size = norm.weight.shape[0]
             norm.weight = nn.Parameter(_part(norm.weight, 0, group), False)
             norm.forward = partial(rms_norm_of_parts, norm, size, group)  # type: ignore[method-assign]

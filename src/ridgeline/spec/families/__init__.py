@@ -11,6 +11,7 @@ from ridgeline.spec.families import (
     gpt_oss,
     granite,
     llama,
+    llama4,
     mistral,
     olmo2,
     opt,
@@ -20,10 +21,10 @@ from ridgeline.spec.families import (
 )
 from ridgeline.spec.families.family import Family
 
-_MODULES = (llama, granite, mistral, qwen, phi3, gemma, olmo2, gpt_oss, deepseek, falcon, gpt_neox, bloom, gpt2, opt,
-            bert, t5)  # fmt: skip
+_MODULES = (llama, llama4, granite, mistral, qwen, phi3, gemma, olmo2, gpt_oss, deepseek, falcon, gpt_neox, bloom,
+            gpt2, opt, bert, t5)  # fmt: skip
 
 FAMILIES: dict[str, Family] = {kind: family for module in _MODULES for kind, family in module.FAMILIES.items()}
 """``model_type`` → family."""
-ALIASES = {"kimi_k2": "deepseek_v3"}
+ALIASES = {"kimi_k2": "deepseek_v3", "llama4": "llama4_text"}
 """A ``model_type`` that some publish under another name → the family."""

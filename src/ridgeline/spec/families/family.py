@@ -54,13 +54,13 @@ def no_part(spec: ModelSpec, module: str) -> Part | None:
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``. Without ``write`` and names it is predicted, not run."""
+    """One ``model_type``."""
 
     read: Callable[[Config], Config]
     """``config.json`` → fields of :class:`ModelSpec`."""
-    write: Callable[[ModelSpec], Config] | None = None
+    write: Callable[[ModelSpec], Config]
     """The inverse."""
-    stack: str = ""
+    stack: str
     """Prefix of its blocks in a checkpoint."""
     block: Mapping[str, str] | Callable[[ModelSpec], Mapping[str, str]] = field(default_factory=dict)
     """Our modules of a block → theirs. ``mlp.experts`` is followed by the expert's number."""
@@ -74,15 +74,18 @@ class Family:
     """Our names of an expert's projections → theirs, where they differ."""
     leaves: Mapping[str, str] = field(default_factory=dict)
     """Our last names of parameters → theirs, where they differ."""
+    expert: str = "{}"
+    """How experts are named by their number."""
+    encoder_stack: str = ""
+    """Prefix of the encoder's blocks."""
+    encoder_block: Callable[[ModelSpec], Mapping[str, str]] | None = None
+    """Our modules of an encoder's block → theirs."""
     stacked: Callable[[ModelSpec, str], tuple[str, Part | None, bool]] | None = None
     """Where a layer's experts are always one tensor: our name → theirs, the part of it, and whether its last two
     dimensions are exchanged."""
 
-    def modules(self, spec: ModelSpec) -> Mapping[str, str]:
-        """Our modules of one of ``spec``'s blocks → theirs."""
+    def modules(self, spec: ModelSpec, stack: str = "layers") -> Mapping[str, str]:
+        """Our modules of one of ``spec``'s blocks of ``stack`` → theirs."""
+        if stack == "encoder" and self.encoder_block is not None:
+            return self.encoder_block(spec)
         return self.block(spec) if callable(self.block) else self.block
-
-    @property
-    def runs(self) -> bool:
-        """Whether the torch model runs it."""
-        return bool(self.stack)

@@ -26,6 +26,7 @@ def _read(c: Config) -> Config:
         "head_dim": c.get("head_dim") or 256,
         "norm_offset": 1.0,
         "embedding_multiplier": float(c["hidden_size"]) ** 0.5,
+        "embedding_multiplier_rounded": True,
         "tie_embeddings": bool(c.get("tie_word_embeddings", True)),
         "qkv_bias": bias,
         "out_bias": bias,

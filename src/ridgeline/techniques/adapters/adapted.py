@@ -87,6 +87,9 @@ def check_targets(technique: Adapting, e: Experiment, targets: Iterable[str]) ->
         refuse(technique, e, "relative_updates", "{other} sizes its updates by the parameters, and an adapter that"
                " starts at zero would hardly move", "use another optimizer")  # fmt: skip
     first = next(iter(chosen(e.model, targets)))
+    technique.needs(not e.model.is_encoder_decoder or first.startswith("encoder."),
+                    f"the first layer to adapt is {first}, and below it the encoder would have nothing to train",
+                    "adapt layers of the encoder too")  # fmt: skip
     technique.needs(first.startswith(("layers.0.", "encoder.0.")) or "pp" not in e.parallel,
                     f"the first layer to adapt is {first}, so stages of the pipeline may have nothing to train",
                     "adapt layer 0 too, or drop pipeline")  # fmt: skip
@@ -107,19 +110,20 @@ def adapt(g: Graph, e: Experiment, targets: Iterable[str], add: Adapt) -> Graph:
     lowest = next(i for i, layer in enumerate(order) if layer in found)
     blocks: list[Block] = []
     for b in g.blocks:
-        sources = _sources(b)
+        sources, shared = _sources(b), b.saved.get("encoder_output")  # one tensor, of which each layer has a share
         _freeze(b)
         if not b.is_layer:
             if not b.is_head:
                 b.drop_users([o.name for o in b.backward])
             blocks.append(b)
             continue
-        experts = any(".experts." in p.name for p in b.params)
         kinds: dict[tuple[int, frozenset[str]], int] = {}
         for place, layer in enumerate(order):
             stack, _, index = layer.partition(".")
-            if stack == b.name and m.is_moe_layer(int(index)) == experts:
-                kind = (max(-1, min(1, place - lowest)), frozenset(found.get(layer, ())))
+            if stack == b.name and m.layer_kind(int(index)) == b.kind:
+                begins = m.is_encoder_decoder and layer == "layers.0"
+                side = _BEGINS if begins else max(-1, min(1, place - lowest))
+                kind = (side, frozenset(found.get(layer, ())))
                 kinds[kind] = kinds.get(kind, 0) + 1
         for (side, inside), count in kinds.items():
             part = b.copy()
@@ -127,13 +131,23 @@ def adapt(g: Graph, e: Experiment, targets: Iterable[str], add: Adapt) -> Graph:
             for op in b.forward:
                 if op.kind == "gemm" and op.name in inside:
                     add(part, op, sources[op.name])
+            if shared is not None and "encoder_output" in part.saved:
+                users = part.saved["encoder_output"].users
+                part.saved["encoder_output"] = Saved(shared.bytes, users)
             if side < 0:
                 part.drop_users([o.name for o in part.backward])
+            elif side == _BEGINS:
+                part.drop_users(_needless_where_it_begins(inside, m))
             elif side == 0:
                 part.drop_users(_needless({n.rpartition(".")[2] for n in inside}, m))
             blocks.append(part)
     g.blocks = blocks
     return g
+
+
+_BEGINS = 2
+"""Side of a decoder's first layer, where an encoder has adapters: -1, 0 and 1 are layers below the first adapter, with
+it, and above."""
 
 
 def _sources(b: Block) -> dict[str, str]:
@@ -148,12 +162,23 @@ def _freeze(b: Block) -> None:
     b.drop_users(gone)
 
 
+def _linear(name: str) -> list[str]:
+    return [f"{name}.dx", f"{name}.lora_a.dx", f"{name}.accumulate"]
+
+
+def _needless_where_it_begins(inside: frozenset[str], m: ModelSpec) -> list[str]:
+    """Backward operators that a decoder's first layer skips: before it attends to the encoder's output, which needs a
+    gradient, nothing depends on an adapter but its own attention's."""
+    own = {name.rpartition(".")[2] for name in inside if name.startswith("attention.")}
+    gone = [name for name in _needless(own, m) if name.startswith("attention")]
+    if not own & {"q_proj", "k_proj", "v_proj", "o_proj"}:
+        gone += ["cross_norm.bwd", "cross_residual.bwd", *_linear("cross_attention.q_proj")]
+        gone += [] if "cross_attention.q_proj" in inside else ["cross_attention.scores.dq"]
+    return gone
+
+
 def _needless(targets: set[str], m: ModelSpec) -> list[str]:
     """Backward operators that the first layer skips: those of tensors that depend on no adapter."""
-
-    def linear(name: str) -> list[str]:
-        return [f"{name}.dx", f"{name}.lora_a.dx", f"{name}.accumulate"]
-
     if m.is_latent:
         q_a, kv_a = "q_a_proj" in targets, "kv_a_proj" in targets
         q, v = q_a or bool({"q_proj", "q_b_proj"} & targets), kv_a or "kv_b_proj" in targets
@@ -163,29 +188,29 @@ def _needless(targets: set[str], m: ModelSpec) -> list[str]:
     attended = q or k or v
     added = attended or "o_proj" in targets
     inner = added or bool({"gate_proj", "up_proj"} & targets)
-    gone = ["attention_residual.bwd", *linear("attention.q_proj"), *linear("attention.k_proj")]
-    gone += linear("attention.v_proj")
+    gone = ["attention_residual.bwd", *_linear("attention.q_proj"), *_linear("attention.k_proj")]
+    gone += _linear("attention.v_proj")
     if not m.post_norm:
         gone.append("attention_norm.bwd")
     for part, needed, product in (("q", q, "scores.dq"), ("k", k, "scores.dk"), ("v", v, "values.dv")):
         if not needed:
             gone += [f"attention.{name}" for name in (f"{part}_norm.bwd", f"{part}_rope.bwd", product)]
     if m.is_latent:
-        gone += [*linear("attention.q_a_proj"), *linear("attention.kv_a_proj")]
-        gone += [] if q_a else ["attention.q_a_norm.bwd", *linear("attention.q_b_proj")]
-        gone += [] if kv_a else ["attention.kv_a_norm.bwd", "attention.k_rope.bwd", *linear("attention.kv_b_proj")]
+        gone += [*_linear("attention.q_a_proj"), *_linear("attention.kv_a_proj")]
+        gone += [] if q_a else ["attention.q_a_norm.bwd", *_linear("attention.q_b_proj")]
+        gone += [] if kv_a else ["attention.kv_a_norm.bwd", "attention.k_rope.bwd", *_linear("attention.kv_b_proj")]
         gone += [] if attended else ["attention.join.bwd"]
     if not (q or k):
         gone += ["attention.softmax.bwd", "attention.soft_cap.bwd", "attention.values.dprobs"]
     if not attended:
-        gone += linear("attention.o_proj")
+        gone += _linear("attention.o_proj")
     if not added:
         gone += ["attention_out_norm.bwd", "attention_norm.bwd" if m.post_norm else "mlp_norm.bwd", "mlp_residual.bwd"]
     if not added or m.parallel_residual:  # nothing that the MLP reads depends on an adapter
         inner = bool({"gate_proj", "up_proj"} & targets)
-        gone += ["mlp_norm.bwd", *linear("mlp.gate_proj"), *linear("mlp.up_proj")]
+        gone += ["mlp_norm.bwd", *_linear("mlp.gate_proj"), *_linear("mlp.up_proj")]
     if not inner:
-        gone += ["mlp.act.bwd", *linear("mlp.down_proj")]
+        gone += ["mlp.act.bwd", *_linear("mlp.down_proj")]
     if not inner and "down_proj" not in targets:
         gone.append("mlp_out_norm.bwd")
     return gone

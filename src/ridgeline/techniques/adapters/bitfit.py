@@ -36,6 +36,7 @@ class BitFit(Adapting):
         bound="falls",
         quality="another set of parameters trains: the training loss must fall below its starting value",
         owns=frozenset({"trainable"}),
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1

@@ -40,6 +40,7 @@ class DiffPruning(Adapting):
         quality="another set of parameters trains: the training loss must fall below its starting value",
         owns=frozenset({"trainable"}),
         conflicts={"products": "{other} multiplies by weights of its own layers"},
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1

@@ -38,6 +38,7 @@ class LoRA(Adapting):
         quality="another set of parameters trains: the training loss must fall below its starting value",
         owns=frozenset({"trainable"}),
         changes=frozenset({"low_rank"}),
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1

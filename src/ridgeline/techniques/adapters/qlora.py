@@ -39,6 +39,7 @@ class QLoRA(LoRA):
         needs_model={"head_dim": 32, "intermediate_size": 128},
         owns=frozenset({"trainable", "weights"}),
         changes=frozenset({"low_rank"}),
+        encoder_decoders=True,
     )
 
     targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1)

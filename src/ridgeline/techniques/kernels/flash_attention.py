@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ridgeline.graph.graph import BIASED, LATENT, PORTABLE, Block, Graph, Op, Saved
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import CAPPED_ROWS
 from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
@@ -34,6 +36,7 @@ class FlashAttention(Technique):
         unpredicted={"serve": "engines attend in one kernel whatever the plan says"},
         changes=frozenset({"fused_attention"}),
         in_engines=True,
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "compile"
 
@@ -41,6 +44,11 @@ class FlashAttention(Technique):
     """FlashAttention version of the GPU kernels. 2, PyTorch's and the default, is twice as fast as 1
     (arXiv:2307.08691); 3, also in cuDNN and Transformer Engine, adds optimizations for Hopper (arXiv:2407.08608). 1 and
     3 can be predicted, not run."""
+
+    def check(self, e: Experiment) -> None:
+        """A learned bias on the scores gets no gradient from the kernels."""
+        self.needs(e.model.position != "relative" or not e.is_training, f"{e.model.name} learns relative positions, a"
+                   " bias on the scores that fused attention computes no gradient of", "leave it out")  # fmt: skip
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -63,18 +71,23 @@ class FlashAttention(Technique):
         batch = max(1, g.tokens // g.length)
         separate = e.is_training and e.training.separates_documents
         capped = e.model.attention_soft_cap is not None
-        masked = bool(window and length > window) or separate or capped
-        if masked:  # the kernel does not handle windows or documents itself: one mask serves all layers of a kind
-            kinds = 2 if capped and window and length > window and e.model.window_every > 1 else 1
+        cut, mixed = bool(window and length > window), e.model.window_every > 1
+        if cut or separate or capped:  # the kernel handles none itself: one mask serves all layers of a kind
+            kinds = 2 if cut and mixed and (capped or separate) else 1
             g.buffers += kinds * (batch if separate else 1) * length * length * DTYPE_BYTES[e.dtype]
         if e.model.position == "alibi":  # as a bias, which the mask is a part of
             g.buffers += e.model.num_heads * length * length * DTYPE_BYTES[e.dtype]
-        causal = e.model.causal and not masked
         first = self.generation == 1 or e.model.position == "alibi"  # FlashAttention-2 accepts a bias only since 2024
         later = self.generation in (None, 2) and e.cluster.device.architecture.lower() in _AFTER_AMPERE
-        kernel = BIASED if first or masked else PORTABLE if later else ""
-        kernel = kernel if e.is_training else ""
-        g = g.each_block(lambda b: _fuse(b, groups, batch, causal, kernel), layers_only=True)
+
+        def fuse(b: Block) -> None:
+            masked = (cut and (b.kind[1] or not mixed)) or separate
+            kernel = BIASED if first or masked or capped else PORTABLE if later else ""
+            causal = e.model.causal and not masked
+            share = _computed(length) if capped and causal and length > 1 else 1.0
+            _fuse(b, groups, batch, causal, kernel if e.is_training else "", share)
+
+        g = g.each_block(fuse, layers_only=True)
         return g.each_block(_keep_operands, layers_only=True) if capped else g
 
     def apply(self, run: Build) -> None:
@@ -90,16 +103,24 @@ _PARTS = ("scores", "soft_cap", "mask", "softmax", "values")
 _BACKWARD_PARTS = ("soft_cap.bwd", "values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")
 
 
-def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
+def _computed(length: int) -> float:
+    """The part of all scores that is computed where blocks of queries leave out the keys behind them."""
+    ends = [*range(CAPPED_ROWS, length, CAPPED_ROWS), length]
+    found: int = sum(end * (end - start) for start, end in pairwise([0, *ends]))
+    return found / (length * length)
+
+
+def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str, share: float) -> None:
     """Replace the operators of every attention of a block of ``batch`` sequences; ``groups`` query heads share one
-    key/value head; ``causal``: the kernel may skip the masked half of self-attention in a decoder."""
+    key/value head; ``causal``: the kernel may skip the masked half of self-attention in a decoder; ``share``: the part
+    of the products that is counted."""
     for prefix in ("attention", "cross_attention"):
         scores = next((o for o in b.forward if o.name == f"{prefix}.scores"), None)
         if scores is None:
             continue
         heads, q_len, kv_len, dim = scores.shape
         value = next(o.shape[2] for o in b.forward if o.name == f"{prefix}.values")
-        flops = 4.0 * heads * q_len * kv_len * dim
+        flops = 4.0 * heads * q_len * kv_len * dim * share
         elements = float(heads * (2 * q_len + 2 * kv_len) * dim)
         width = scores.bytes / (heads * q_len * dim + heads * kv_len * dim + heads * q_len * kv_len)
         width = 2.0 if scores.dtype in ("bf16", "fp16") else max(width, 4.0) if scores.dtype == "fp32" else width

@@ -67,6 +67,7 @@ class PartialHeadUpdate(Technique):
             *m.score_changes,
             *(["norms over the queries of all heads"] if m.joint_qk_norm else []),
             *(["latent attention"] if m.is_latent else []),
+            *(["rotary embedding of neighboring dimensions"] if m.rope_interleaved and not m.is_latent else []),
         ]
         self.needs(not special, f"{m.name} has {' and '.join(special)}", "leave it out for this model")
         other = self._kernel(e)

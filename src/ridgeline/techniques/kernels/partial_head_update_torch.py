@@ -29,7 +29,8 @@ class PartialHeads(Attention):
         self.head_dim, self.backend, self.project = whole.head_dim, whole.backend, whole.project
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = whole.q_proj, whole.k_proj, whole.v_proj, whole.o_proj
         self.q_norm, self.k_norm, self.query_scale = whole.q_norm, whole.k_norm, whole.query_scale
-        self.joint_norm, self.soft_cap, self.slopes, self.sinks = False, None, None, None
+        self.joint_norm, self.interleaved = False, False
+        self.soft_cap, self.slopes, self.sinks = None, None, None
         self.groups = self.k_proj.out_features // self.head_dim
         self.per_group = self.q_proj.out_features // self.k_proj.out_features
         self.heads = heads or self.per_group

@@ -80,18 +80,21 @@ class PolicyCosts:
 
 
 def place(c: PolicyCosts) -> Shares | None:
-    """The shares that minimize :meth:`PolicyCosts.seconds` within the memories; None where none do."""
+    """The shares that minimize :meth:`PolicyCosts.seconds` within the memories, and of these the ones with the least
+    work in all streams, for no overlap is perfect; None where none fit."""
     from scipy.optimize import linprog
 
     zero = dict.fromkeys(NAMES, 0.0)
     rows: list[list[float]] = []
     bounds: list[float] = []
-    for i, costs in enumerate((c.prefill, c.decode)):
+    work = [0.0] * len(NAMES)
+    for i, (costs, times) in enumerate(((c.prefill, 1), (c.decode, c.steps))):
         base = costs.streams(zero, c.serial)
         slopes = [costs.streams({**zero, name: 1.0}, c.serial) for name in NAMES]
         for k, constant in enumerate(base):  # the pass takes at least constant + Σ slope · share
             rows.append([*(s[k] - constant for s in slopes), -1.0 if i == 0 else 0.0, -1.0 if i == 1 else 0.0])
             bounds.append(-constant)
+        work = [w + times * (sum(s) - sum(base)) for w, s in zip(work, slopes, strict=True)]
     scale = max(c.weights + c.cache + c.activations, 1.0)
     for tier, room in (("device", c.device_bytes), ("host", c.host_bytes)):
         if math.isfinite(room):
@@ -100,8 +103,11 @@ def place(c: PolicyCosts) -> Shares | None:
             bounds.append(room / scale)
     sums = [[float(name.startswith(kind)) for name in NAMES] + [0.0, 0.0] for kind in KINDS]
     shares = [(0, int(c.cache_on_disk or name != "cache_disk")) for name in NAMES]
-    found = linprog([*[0.0] * len(NAMES), 1.0, float(c.steps)], A_ub=rows, b_ub=bounds, A_eq=sums,
-                    b_eq=[1.0] * len(KINDS), bounds=[*shares, (0, None), (0, None)], method="highs")  # fmt: skip
+    seconds = [*[0.0] * len(NAMES), 1.0, float(c.steps)]
+    equal = {"A_eq": sums, "b_eq": [1.0] * len(KINDS), "bounds": [*shares, (0, None), (0, None)], "method": "highs"}
+    found = linprog(seconds, A_ub=rows, b_ub=bounds, **equal)
     if found.status != 0:
         return None
+    least = linprog([*work, 0.0, 0.0], A_ub=[*rows, seconds], b_ub=[*bounds, found.fun * (1 + 1e-6)], **equal)
+    found = least if least.status == 0 else found
     return {name: min(1.0, max(0.0, float(v))) for name, v in zip(NAMES, found.x, strict=False)}

@@ -32,6 +32,7 @@ class Recompute(Technique):
         validated=frozenset({"pretrain", "finetune"}),
         claim="activation memory of O(sqrt n) layers for about one third more compute; selective: arXiv:2205.05198",
         changes=frozenset({"recomputation"}),
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "recompute"
 
@@ -109,7 +110,7 @@ class Recompute(Technique):
             "policy 'selective' treats every block alike",
             "drop every=…, or use policy=full",
         )
-        layers = e.model.num_layers
+        layers = _blocks(e)
         self.needs(self.every <= layers, f"every={self.every} exceeds the {layers} layers", f"use at most {layers}")
         if self.policy == "budget":
             self.needs(self.budget is not None or self.full_blocks is not None, "policy 'budget' has no budget",
@@ -134,9 +135,9 @@ class Recompute(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Add forward operators to the backward phase; saved activations shrink to the block's input."""
         model = e.model
-        order = [*range(model.encoder_layers)]
-        first = len(order)  # the graph lists dense layers before those with experts
-        order += [first + i for i in sorted(range(model.num_layers), key=model.is_moe_layer)]
+        first = model.encoder_layers
+        order = sorted(range(first), key=model.layer_kind)  # the graph lists a stack's layers by kind
+        order += [first + i for i in sorted(range(model.num_layers), key=model.layer_kind)]
 
         def close(graph: Graph) -> None:
             kinds = self.kinds(len(order))
@@ -155,10 +156,12 @@ class Recompute(Technique):
 
         # The model has no dropout, so there is no random state to restore.
         again = partial(partial, checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=self.early_stop)
-        kinds = self.kinds(run.model.spec.num_layers)
+        spec = run.model.spec
+        kinds, first = self.kinds(_blocks(run.experiment)), {"encoder": 0, "layers": spec.encoder_layers}
         cores: list[SelfAttention] = []
-        for name, block in run.model.layers.items():
-            kind = kinds[int(name)]
+        for name, block in run.model.blocks.items():
+            stack, _, index = name.partition(".")
+            kind = kinds[first[stack] + int(index)]
             if kind == "full":
                 block.forward = again(block.forward)
             elif kind == "selective":
@@ -240,7 +243,9 @@ def _full(b: Block, kept: float, early_stop: bool) -> None:
     if not early_stop:
         end = len(b.forward)
     b.recomputed = _rebuilt(b)
-    b.saved = {"input": Saved(kept, frozenset({"recompute"}))}
+    again = frozenset({"recompute"})
+    read = {k: Saved(s.bytes, again) for k, s in b.saved.items() if k == "encoder_output"}
+    b.saved = {"input": Saved(kept, again), **read}
     b.backward = _again(b.forward[:end]) + b.backward
 
 

@@ -40,6 +40,7 @@ class AdamW8bit(Technique):
         example={"lr_ratio": 1e-3},
         beside={"swap_advisor": {"budget": "800kB"}},
         owns=frozenset({"optimizer"}),
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "optimizer"
 

@@ -34,6 +34,7 @@ class Lion(Technique):
         example={"lr_ratio": 1e-3},
         beside={"swap_advisor": {"budget": "740kB"}},
         owns=frozenset({"optimizer"}),
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "optimizer"
 

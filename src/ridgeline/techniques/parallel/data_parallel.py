@@ -36,6 +36,7 @@ class DataParallel(Technique):
         owns=frozenset({"batch_split"}),
         changes=frozenset({"replicas", "whole_gradients"}),
         default_in=frozenset({"pretrain", "finetune"}),
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "shard"
 

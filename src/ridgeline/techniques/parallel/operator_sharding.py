@@ -54,13 +54,13 @@ class OperatorSharding:
         """The blocks of all layers: one for each run of equal ones (and of these, one for each kind of layer)."""
         m = self.e.model
         kinds: list[Kind] = [(*self.plan.of_layer(i), self._entering(i)) for i in range(m.num_layers)]
-        moe = [m.is_moe_layer(i) for i in range(m.num_layers)]
-        order = sorted(set(moe))  # as the graph's blocks of layers come
+        of = [m.layer_kind(i) for i in range(m.num_layers)]
+        order = sorted(set(of))  # as the graph's blocks of layers come
         out: list[Block] = []
         for (attention, mlp, parts), run in groupby(range(m.num_layers), key=lambda i: kinds[i]):
             found = list(run)
             for place, kind in zip(places, order, strict=True):
-                count = sum(moe[i] == kind for i in found)
+                count = sum(of[i] == kind for i in found)
                 if count:
                     name = f"layers.{found[0]}-{found[-1]}"
                     b = self._layer(place, attention, mlp, name, count)
@@ -79,7 +79,7 @@ class OperatorSharding:
     def _with(self, whole: Block, made: Block, strategies: list[Strategy], name: str, count: int) -> Block:
         """``made`` with its place and temporaries; remembers the parameters whose gradients are partial."""
         share = 1 if "whole" in strategies else self.t
-        made.name, made.repeat = name, count
+        made.name, made.repeat, made.kind = name, count, whole.kind
         made.workspace, made.backward_workspace = whole.workspace / share, whole.backward_workspace / share
         for p in made.params:
             mlp = p.name.startswith("mlp")

@@ -50,6 +50,7 @@ class Zero(Technique):
         min_ranks=2,
         owns=frozenset({"batch_split"}),
         changes=frozenset({"divided_tensors", "shards"}),
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "shard"
 
@@ -289,7 +290,7 @@ class Zero(Technique):
             policy = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
         mesh, others = self._ranks(run)
         for chunk in run.chunks:
-            for block in chunk.model.layers.children():
+            for block in chunk.model.blocks.values():
                 feed: Any = block.mlp
                 held = set()  # experts that are divided over ranks are sharded over fewer
                 if run.gradients.experts_divided and hasattr(feed, "experts"):
@@ -301,7 +302,7 @@ class Zero(Technique):
                     block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=held or None
                 )
             fully_shard(chunk, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-            self._prefetch([*chunk.model.layers.values()])
+            self._prefetch([*chunk.model.blocks.values()])
 
     def _ranks(self, run: TrainBuild) -> tuple[DeviceMesh, DeviceMesh]:
         """The ranks over which parameters are sharded, and those for experts that are already divided over ranks."""

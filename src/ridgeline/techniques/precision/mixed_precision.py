@@ -44,6 +44,7 @@ class MixedPrecision(Technique):
         tolerance=0.02,
         quality="training loss within 2 % of fp32 after the same tokens",
         changes=frozenset({"compute_dtype"}),
+        encoder_decoders=True,
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 1

@@ -34,6 +34,7 @@ class RTN(WeightOnly):
         quality="loss or perplexity within 2 % of the unquantized plan at 8 bits",
         changes=frozenset({"experts"}),
         needs={"low_rank": "an integer base cannot be trained: rounding has no useful gradient"},
+        encoder_decoders=True,
     )
 
     bits: int = Field(default=8, ge=2, le=8)

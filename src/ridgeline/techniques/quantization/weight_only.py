@@ -119,7 +119,7 @@ def stored(e: Experiment, t: WeightOnly) -> tuple[int, float]:
     wide = DTYPE_BYTES[_checkpoint_dtype(e)]
     total, kept, count = 0.0, 0.0, 0
     for p in left(e).parameters():
-        if not (p.name.startswith("layers.") and p.name.endswith(CODED)):
+        if not _is_coded(p.name):
             total += p.numel * wide
             continue
         out, width = p.shape[-2:]
@@ -132,13 +132,17 @@ def stored(e: Experiment, t: WeightOnly) -> tuple[int, float]:
 
 def coded_matrices(e: Experiment) -> int:
     """Number of quantized matrices, counting each expert's."""
-    return sum(p.numel // (p.shape[-1] * p.shape[-2]) for p in left(e).parameters()
-               if p.name.startswith("layers.") and p.name.endswith(CODED))  # fmt: skip
+    return sum(p.numel // (p.shape[-1] * p.shape[-2]) for p in left(e).parameters() if _is_coded(p.name))
 
 
 def coded_weights(e: Experiment) -> int:
     """Number of quantized weights."""
-    return sum(p.numel for p in left(e).parameters() if p.name.startswith("layers.") and p.name.endswith(CODED))
+    return sum(p.numel for p in left(e).parameters() if _is_coded(p.name))
+
+
+def _is_coded(name: str) -> bool:
+    """Whether a parameter is quantized: the linear layers of all blocks are."""
+    return name.startswith(("layers.", "encoder.")) and name.endswith(CODED)
 
 
 def _checkpoint_dtype(e: Experiment) -> str:
