@@ -76,7 +76,7 @@ def test_what_fits_exits_with_0(ridgeline):
     result = json.loads(out)
     assert (code, result["status"], err) == (0, "ok", "")
     assert result["schema"] == "ridgeline.result/1"
-    assert "zero:stage=3,prefetch=1" in result["experiment"]["plan"]
+    assert "zero:stage=3,backward_prefetch=pre,prefetch=1" in result["experiment"]["plan"]
     assert result["experiment"]["workload"]["seq_len"] == 1024
 
 

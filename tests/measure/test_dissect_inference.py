@@ -103,6 +103,7 @@ def test_evenly_spaced():
     assert evenly(0, 4) == []
 
 
+@pytest.mark.nightly  # how rows add up has tests of its own
 def test_a_module_made_slower_shows_there(monkeypatch):
     plain, much = RMSNorm.forward, torch.ones(600, 600)
 

@@ -76,7 +76,9 @@ def test_a_server_on_several_ranks_holds_and_sends_what_is_predicted():
     assert result.traffic == foretold.traffic
 
 
-@pytest.mark.parametrize("how", [{"rate": 50.0}, {"concurrency": 4}], ids=["open", "closed"])
+@pytest.mark.parametrize("how", [
+    pytest.param({"rate": 50.0}, id="open"), pytest.param({"concurrency": 4}, id="closed", marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_the_baseline_serves_the_same_requests(how):
     e = experiment(**how, max_num_seqs=8)
     require("hf", e)

@@ -66,7 +66,7 @@ def test_every_serving_system_runs_as_its_small_plan(tmp_path):
 @pytest.mark.parametrize(
     ("plan", "base"),
     [("tensor_parallel:degree=2", "llama-mini"), ("expert_parallel:degree=2", "mixtral-tiny"),
-     ("tensor_parallel:degree=2+pipeline:degree=2", "llama-mini")],
+     pytest.param("tensor_parallel:degree=2+pipeline:degree=2", "llama-mini", marks=pytest.mark.nightly)],
 )  # fmt: skip
 def test_divided_models_serve_the_same_tokens(tmp_path, plan, base):
     save_checkpoint(model(base, torch.float32), tmp_path)

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import random
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -292,3 +293,22 @@ def test_bodies_that_are_no_safetensors():
         tag = hmac.new(key, header + bytes(changed), hashlib.sha256).digest()
         with contextlib.suppress(BadPeer):  # what still can be read is one
             assert unpack(header, bytes(changed), tag, key).kind is Kind.KV
+
+
+def test_a_thread_ends_although_a_cancellation_is_lost():
+    """As a cancellation is that comes together with what was waited for."""
+    thread = LoopThread("stubborn")
+    started = threading.Event()
+
+    async def stubborn():
+        started.set()
+        for _ in range(2):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+
+    thread.start()
+    asyncio.run_coroutine_threadsafe(stubborn(), thread.loop)
+    assert started.wait(10)
+    thread.stop()
+    thread.stop()
+    assert thread.loop.is_closed()

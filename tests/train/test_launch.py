@@ -237,6 +237,7 @@ def test_torchrun_starts_the_ranks_too(file, corpus, tmp_path):
     assert "torchrun started 2 ranks, the experiment has 1" in wrong.stderr
 
 
+@pytest.mark.nightly  # torchrun on one has a test above
 def test_torchrun_on_two_machines(file, corpus, tmp_path):
     """Two agents that meet at a port, one process each: the same curve as two processes started here."""
     port = str(launch.free_port())

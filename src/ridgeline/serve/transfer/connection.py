@@ -154,14 +154,17 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._stopping = False
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        # Again until none is left: another connection may come meanwhile, and wait_for of Python 3.11 can lose a
+        # cancellation that comes together with its result.
+        while tasks := asyncio.all_tasks(self.loop):
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=0.1))
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
 
@@ -175,7 +178,9 @@ class LoopThread:
             self.loop.call_soon_threadsafe(function, *args)
 
     def stop(self) -> None:
-        """Cancel what runs, and end."""
-        self.call(self.loop.stop)
+        """Cancel what runs, and end. Again, it only waits for that."""
+        if not self._stopping:
+            self._stopping = True
+            self.call(self.loop.stop)
         if self._thread.is_alive():
             self._thread.join(5)
