@@ -158,15 +158,16 @@ def test_the_4090_scales_better_than_the_3090():
     assert scaling("rtx4090", ["recompute"], 48) > scaling("rtx3090", ["recompute"], 48)
 
 
+@pytest.mark.xfail(strict=True, reason="reported about 1.10, predicted 1.02: with 64 sequences a card the sums are"
+                   " hidden; 1.23 with 16, and the paper's batch is not known")  # fmt: skip
 def test_nvlink_bridges_help_the_rtx_3090():
-    """Reported: about 10 %, at a batch that is not known: the larger, the less. A bridge joins two cards; the ring then
-    crosses the host half as often."""
+    """Reported: about 10 %. A bridge joins two cards; the ring then crosses the host half as often."""
     device = catalog.device("rtx3090")
     bridge = {"name": "NVLink bridge", "bandwidth": 56.25e9, "p2p": True, "spans": [[2, 21e9]]}
     bridged = device.model_copy(update={"link": device.link.model_copy(update=bridge)})
     plan = ["zero:stage=3", "recompute"]
-    small, large = (rate(plan, "8xrtx3090", each=n, device=bridged) / rate(plan, "8xrtx3090", each=n) for n in (16, 64))
-    assert 1.0 < large < 1.10 < small
+    gain = rate(plan, "8xrtx3090", each=64, device=bridged) / rate(plan, "8xrtx3090", each=64)
+    assert gain == pytest.approx(1.10, rel=0.05)
 
 
 def test_lora_with_zero_2_on_eight_a800():

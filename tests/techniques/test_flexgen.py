@@ -197,7 +197,7 @@ def test_the_linear_program_finds_what_a_grid_finds(seed):
     for kind in KINDS:
         assert sum(found[f"{kind}_{t}"] for t in TIERS) == pytest.approx(1)
     on_grid = grid(c, 0.2)
-    assert c.seconds(found) <= on_grid * (1 + 1e-5)
+    assert c.seconds(found) <= on_grid * (1 + 2e-6)  # of which the second program gives up a millionth
     assert c.seconds(found) >= 0.75 * on_grid  # a grid of fifths cannot be far off
 
 
@@ -262,6 +262,7 @@ def test_refusals():
     shares = "weights_device=80,weights_host=30,cache_device=0,cache_host=0"
     for plan, why in (("flexgen:batches=3", "no multiple of batches=3"),
                       ("flexgen:weights_device=50", "without the other shares"),
+                      ("flexgen:activations_device=80,activations_host=50", "without the other shares"),
                       (f"flexgen:batches=1,{shares}", "110 percent")):  # fmt: skip
         with pytest.raises(Incompatible, match=why):
             predicted(plan)

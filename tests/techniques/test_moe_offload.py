@@ -198,12 +198,14 @@ def test_attention_and_experts_in_different_bits(tmp_path, how):
     squeeze(source, tmp_path / "small", how)
     narrow = int(how[-1])
     _, model = built(tmp_path / "small")
-    assert {layer.bits for layer in holds_codes(model)} == {4, narrow}
+    assert {layer.bits for layer in holds_codes(model).values()} == {4, narrow}
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLinear):
             assert layer.bits == (narrow if ".experts." in name else 4), name
-    with pytest.raises(UserError, match="holds codes of"):  # the plan says what is there
-        built(tmp_path / "small", "rtn:bits=4,group_size=32")
+    for wrong in ("bits=4", f"bits={narrow}", f"bits={narrow},expert_bits=4"):  # the plan says what is there
+        with pytest.raises(UserError, match="holds codes of") as e:
+            built(tmp_path / "small", f"rtn:{wrong},group_size=32")
+        assert f"use rtn:bits=4,expert_bits={narrow}" in str(e.value)
     built(tmp_path / "small", f"rtn:bits=4,group_size=32,expert_bits={narrow}")
     want = tokens(model)
     for tier in ("cpu", "nvme"):

@@ -93,7 +93,8 @@ def finetune(
     result = run_training(e, options, f"fine-tuning {checkpoint.name}")
     _print(result, out, json)
     if not result["stopped"]:
-        next_command(*(["merge", checkpoint, out, "--out", f"{out}-merged"] if options.adapter else ["serve", out]))
+        whole = ["generate", out, "--prompt", "TEXT"] if e.model.is_encoder_decoder else ["serve", out]
+        next_command(*(["merge", checkpoint, out, "--out", f"{out}-merged"] if options.adapter else whole))
     if result["stopped"]:
         raise typer.Exit(130)
 

@@ -87,9 +87,14 @@ def generate(
         say(f"{len(prompts)} of {len(prompts)} prompts done already")
         return
     if ModelSpec.from_path(checkpoint).is_encoder_decoder:
-        if with_ or stop or n > 1 or top_k or top_p != 1:
-            raise UserError("an encoder-decoder generates without the engine, which has --with, --stop, --n, --top-k"
-                            " and --top-p", "leave them out")  # fmt: skip
+        given = {"--with": with_, "--stop": stop, "--n": n > 1, "--top-k": top_k, "--top-p": top_p != 1,
+                 "--max-model-len": max_model_len, "--max-num-seqs": max_num_seqs, "--kv-cache": kv_cache,
+                 "--max-num-batched-tokens": max_num_batched_tokens, "--device-memory": device_memory,
+                 "--host-memory": host_memory, "--disk": disk}  # fmt: skip
+        if engines := ", ".join(name for name, value in given.items() if value):
+            raise UserError(f"an encoder-decoder generates without the engine, which has {engines}", "leave it out")
+        if dtype != "auto" and dtype not in DTYPES:
+            raise UserError(f"unknown dtype {dtype!r} in --dtype", f"use auto, {', '.join(DTYPES)}")
         kind = None if dtype == "auto" else DTYPES[dtype]
         known = load_tokenizer(tokenizer or str(checkpoint))
         with ctrl_c_between_steps() as check:

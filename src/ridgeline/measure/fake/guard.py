@@ -47,7 +47,10 @@ def _built() -> Path:
         includes = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
         command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", *includes, str(SOURCE), "-o", str(draft),
                    f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"the stand-in for CUDA did not compile within {SECONDS} s", "run it again") from None
         if done.returncode:
             reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
             raise UserError(f"the stand-in for CUDA does not compile: {reason}", "use g++ 11 or later")

@@ -47,10 +47,12 @@ def trace(experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] 
     """The steps of each experiment: ``step`` of training; ``prefill`` and ``decode`` of serving, with up to 8 sequences
     that have these ``sampling`` settings (none: greedy); ``site`` of compression: the query projection of a layer.
 
-    Raises :class:`UserError` where there is no compiler, where PyTorch was built with CUDA, or for plans of several
-    devices.
+    Kernels are those that an H100 gets, whichever GPU it is. Raises :class:`UserError` where there is no compiler,
+    where PyTorch was built with CUDA, for another device than a GPU and for several.
     """
     for e in experiments:
+        if e.cluster.device.kind != "gpu":
+            raise UserError(f"{e.cluster.device.name} is no GPU", 'name one, such as on = "h100-sxm"')
         if e.world > 1:
             raise UserError(f"{e.world} devices cannot be traced without them", "leave out what divides the model")
         if not e.is_training and e.task not in ("serve", "compress"):
@@ -64,7 +66,7 @@ def trace(experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] 
     done = subprocess.run([sys.executable, "-m", "ridgeline.measure.fake.worker"], input=lines, text=True,
                           capture_output=True, env=environment)  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if len(answers) < len(experiments):
+    if len(answers) < len(experiments) and not any("error" in a for a in answers):
         said = done.stderr.strip().splitlines()
         raise UserError(f"the trace on a fake GPU ended: {said[-1] if said else done.returncode}",
                         "see whether PyTorch is a CPU build and g++ is installed")  # fmt: skip
@@ -73,7 +75,8 @@ def trace(experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] 
 
 def _steps(found: dict[str, Any]) -> dict[str, StepTrace]:
     if "error" in found:
-        raise UserError(f"the experiment cannot be traced on a fake GPU: {found['error']}", "run it on a real one")
+        what, fix = found["error"], found.get("fix") or "run it on a real one"
+        raise UserError(f"the experiment cannot be traced on a fake GPU: {what}", fix)
     return {
         name: StepTrace(
             s["launches"], s["operators"], s["places"], [Wait(**w) for w in s["waits"]],

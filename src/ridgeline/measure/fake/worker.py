@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 from ridgeline.measure.fake import guard
+from ridgeline.spec.errors import UserError
 
 _SEQUENCES, _PROMPT = 8, 64
 """Most sequences of a step, and tokens of their prompts."""
@@ -19,7 +20,11 @@ def main() -> None:
     """Trace what comes."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
-    guard.load()
+    try:
+        guard.load()
+    except UserError as e:
+        print(json.dumps(told(e)), flush=True)
+        return
     import torch
 
     import ridgeline.runtime.compress_build
@@ -33,8 +38,15 @@ def main() -> None:
         try:
             found: dict[str, Any] = {"steps": traced(line)}
         except BaseException as e:
-            found = {"error": f"{type(e).__name__}: {e}", "trace": traceback.format_exc()}
+            found = told(e)
         print(json.dumps(found), flush=True)
+
+
+def told(e: BaseException) -> dict[str, Any]:
+    """An exception as an answer."""
+    if isinstance(e, UserError):
+        return {"error": e.what, "fix": e.fix}
+    return {"error": f"{type(e).__name__}: {e}", "trace": traceback.format_exc()}
 
 
 def traced(line: str) -> dict[str, dict[str, Any]]:

@@ -90,8 +90,8 @@ class FlexGen(Technique):
         """The number of batches and the shares with the highest predicted throughput."""
         if not self.open or e.task not in self.card.tasks:
             return self
-        batch = e.micro_batch_size
-        if self.batches and batch % self.batches:
+        batch, given = e.micro_batch_size, [n for n in _SHARES if getattr(self, n) is not None]
+        if (self.batches and batch % self.batches) or (self.weights_device is None and given):
             return self  # which check refuses
         counts = [self.batches] if self.batches else [2**i for i in range(int(math.log2(batch)) + 1)]
         best: tuple[bool, float, FlexGen] | None = None

@@ -177,11 +177,13 @@ def packed(run: Build, t: WeightOnly, codes_dense: bool = False, mse: bool = Fal
     assert isinstance(w, (Generate, Serve))
     layers = holds_codes(run.model)
     if layers:
-        name = t.card.name
-        wrong = sorted({layer.bits for layer in layers} - {t.bits, t.expert_bits})
-        if wrong:
-            raise UserError(f"{w.checkpoint} holds codes of {wrong[0]} bits, {name} asks for {t.bits}",
-                            f"use {name}:bits={wrong[0]}, or compress it again")  # fmt: skip
+        wrong = next((n for n, layer in layers.items() if layer.bits != t.bits_of(n)), None)
+        if wrong is not None:
+            held = {kind: next((x.bits for n, x in layers.items() if (EXPERTS in n) == expert), None)
+                    for kind, expert in (("bits", False), ("expert_bits", True))}  # fmt: skip
+            asks = ",".join(f"{kind}={bits}" for kind, bits in held.items() if bits is not None)
+            raise UserError(f"{w.checkpoint} holds codes of {layers[wrong].bits} bits in {wrong}, {t.card.name} asks"
+                            f" for {t.bits_of(wrong)}", f"use {t.card.name}:{asks}, or compress it again")  # fmt: skip
     elif w.checkpoint and not codes_dense:
         raise UserError(
             f"{w.checkpoint} is not compressed yet",
