@@ -73,7 +73,7 @@ def test_checkpoint_bytes_are_predicted_exactly(tmp_path, tied, bits, group, sym
 def test_codes_of_other_bits_are_refused(tmp_path):
     path = write(tmp_path / "m", WIDE, 4, 32)
     e = generation(WIDE, "gptq:bits=3,group_size=32", checkpoint=str(path))
-    with pytest.raises(UserError, match="holds codes of 4 bits in layers.0.attention.q_proj, gptq asks for 3"):
+    with pytest.raises(UserError, match=r"holds codes of 4 bits in layers\.0\.attention\.q_proj, gptq asks for 3"):
         built(e, load_packed(path))
 
 
