@@ -100,7 +100,7 @@ def _run(start: Coroutine[Any, Any, None], stop: Any) -> None:
 
 
 def _blocks(text: str, checkpoint: Path) -> range | int:
-    """``0-11`` → those blocks, ``12`` → so many; ``auto``: as many as half of the free memory holds. Raises
+    """``0-11`` → those blocks, ``12`` → that many blocks; ``auto``: as many as half of the free memory holds. Raises
     :class:`UserError`."""
     import psutil
 

@@ -236,7 +236,7 @@ class Block:
         )  # fmt: skip
 
     def repeated(self, times: int) -> Block:
-        """The same block so many times; it shares lists and parameters with this one."""
+        """The same block, ``times`` times in a row; it shares lists and parameters with this one."""
         return Block(
             self.name, times, self.params, self.forward, self.backward, self.saved, self.workspace,
             self.backward_workspace, self.recomputed, self.gather_forward, self.gather_backward, self.reduce,

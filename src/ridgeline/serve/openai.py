@@ -99,7 +99,7 @@ class Sampled(Body):
     bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     """Texts that are never generated, as tokens spell them alone and after a space."""
     truncate_prompt_tokens: Annotated[Number, Field(ge=-1)] | None = None
-    """Keep only so many tokens of the prompt; -1: as many as the context takes."""
+    """Keep only this number of the prompt's tokens; -1: as many as the context takes."""
     truncation_side: Side | None = None
     """Which end of the prompt is cut off then; None: its beginning."""
     include_stop_str_in_output: bool = False
@@ -110,7 +110,7 @@ class Sampled(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: Number | None = None
-    """Report the log-probabilities of the prompt's tokens, and so many of the likeliest at each place."""
+    """Report the log-probabilities of the prompt's tokens, and this number of the likeliest at each place."""
     logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_IDS)] | None = None
     """Report the log-probabilities of these tokens instead of the likeliest ones."""
     return_token_ids: bool | None = None

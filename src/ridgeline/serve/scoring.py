@@ -64,9 +64,9 @@ class RerankRequest(Read):
         list[Text | Document], Field(min_length=1, max_length=MAX_INPUTS - 1, fail_fast=True)
     ]  # fmt: skip
     top_n: Annotated[Number, Field(ge=0)] | None = None
-    """Return only so many; 0: all."""
+    """Number of results to return, the best; 0: all."""
     max_tokens_per_doc: Number = 0
-    """Read only so many tokens of each document, its first; 0: all."""
+    """Read only the first tokens of each document, at most this number; 0: all."""
     return_documents: bool = True
 
     @property

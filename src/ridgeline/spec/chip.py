@@ -73,7 +73,7 @@ class ChipMemory(_Data):
     channels: PositiveInt
     """Interfaces on the die."""
     active: PositiveInt | None = None
-    """Of which so many are in use; None: all."""
+    """The number of these that are in use; None: all."""
     channel_bandwidth: PositiveFloat
     """Bytes/s of one channel."""
     bytes: PositiveFloat

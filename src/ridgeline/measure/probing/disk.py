@@ -35,7 +35,7 @@ def file_rate(path: Path, title: str = "disk") -> Link:
 
 
 def read_seconds(folder: Path, sizes: list[int]) -> dict[int, float]:
-    """Seconds of reading so many bytes, whole pages, of a file in ``folder``, which is written for this.
+    """Seconds of reading a number of bytes, whole pages, of a file in ``folder``, which is written for this.
 
     Raises :class:`UserError` where the folder cannot be written.
     """

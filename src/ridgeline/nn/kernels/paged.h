@@ -148,7 +148,7 @@ struct Changes {
 };
 
 // The query heads of one key head of one sequence, [repeat, width], already scaled → out [repeat, width]. `window`:
-// tokens that are seen, the newest; 0: all; negative: those of the last chunk of so many.
+// tokens that are seen, the newest; 0: all; negative: those of the last chunk of -window tokens.
 void attend(const float* q, float* out, int64_t repeat, int64_t width, const Cache& keys, const Cache& values,
             const Pages& p, int64_t row, int64_t head, int64_t window, const Changes& changes,
             std::vector<float>& room) {

@@ -277,7 +277,7 @@ def paged_attention(
     """Attention of ``q`` [T, H, D] (any strides but the last) over the pool, plain tensors or codes [1, G, slots, ·] →
     [T, H, D]. Keys and values of the new tokens are in the pool already.
 
-    ``window``: newest tokens that a token sees, 0: all, negative: those of its chunk of so many.
+    ``window``: newest tokens that a token sees, 0: all, negative: those of its chunk of -window.
     ``changes``: what happens to scores.
     """
     heads, width = q.shape[1:]

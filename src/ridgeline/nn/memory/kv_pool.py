@@ -128,7 +128,7 @@ def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | 
 
 def first_seen(at: int, window: int) -> int:
     """The first token that one at place ``at`` of its sequence attends to. ``window``: how many of the newest; 0: all;
-    negative: those of its own chunk of so many."""
+    negative: those of its own chunk of -window."""
     if window < 0:
         return at // -window * -window
     return max(0, at + 1 - window) if window else 0
