@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence as QueuedSequence
 from ridgeline.serve.sequence import Sequence as Row
+from ridgeline.serve.step_graphs import CudaRecorder, StepGraphs
 from ridgeline.serve.transfer.exports import Exports
 from ridgeline.serve.transfer.imports import Imports
 from ridgeline.serve.transfer.layout import fingerprint
@@ -60,7 +62,9 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     run.take_workload(w)
     width = next(run.model.parameters()).element_size()
     each = run.block_bytes(e.model, len(run.model.layers), run.kv_heads, width)
-    blocks, longest = run.pool(e.model, w, each, _free(run)) if e.model.causal else (0, context(e.model, w))
+    blocks, longest = 0, context(e.model, w)
+    if e.model.causal:
+        blocks, longest = run.pool(e.model, w, each, _free(run), "gpu" if run.device.type == "cuda" else "cpu")
     runner = _runner(run, blocks)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
     if run.block_store is not None:
@@ -119,6 +123,7 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
     model.requires_grad_(False)
     run = ServeBuild(e, model, device, kv_heads=e.model.cached_heads, followers=followers)
     run.mesh = Mesh.make(e, device.type, e.parallel.get("ep", 1)) if e.world > 1 else None
+    run.captured = all(technique.captured for technique in techniques)
     for technique in techniques:
         technique.scheduling(run)
         technique.serve(run)
@@ -131,11 +136,15 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     assert isinstance(w, Serve)
     longest, padded = context(run.experiment.model, w), run.limits.padded
     if run.mesh is None:
-        runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind, padded=padded)
+        graphs = run.captured and run.device.type == "cuda" and blocks > 0
+        slots = (blocks + graphs) * run.block_size  # a block for the pads of recorded steps
+        runner = Runner(run.model, slots, run.block_size, longest, run.cache_kind, padded=padded)
         if run.memory is not None:
             runner.compute = run.memory(runner.compute, runner.layout, run.device)
         elif not run.adapters:
             runner.decoder = find_decoder(run.model)
+        if graphs and runner.layout.whole is not None:
+            _record(runner, StepGraphs(runner, blocks, run.limits.max_num_seqs, longest, CudaRecorder()))
         return runner
     counts = [blocks]
     dist.broadcast_object_list(counts)
@@ -144,6 +153,16 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     ranked.followers = run.followers
     ranked.decoder = find_decoder(run.model)
     return ranked
+
+
+def _record(runner: Runner, graphs: StepGraphs) -> None:
+    """Record decode steps before the engine is ready; where that cannot be, steps stay as they are."""
+    try:
+        graphs.warm_up()
+    except RuntimeError as e:
+        warnings.warn(f"decode steps run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
+    else:
+        runner.graphs = graphs
 
 
 def load_engine(

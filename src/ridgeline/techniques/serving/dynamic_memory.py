@@ -33,6 +33,7 @@ class DynamicMemory(Technique):
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 9
+    captured: ClassVar[bool] = False
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:

@@ -46,6 +46,7 @@ class LengthAwareMemory(Technique):
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 9
+    captured: ClassVar[bool] = False
 
     keep: int = Field(default=16, ge=0)
     """Number of passes without use after which a chunk is freed."""

@@ -34,6 +34,7 @@ class Splitwise(Technique):
         example={"whole_below": 8},
     )
     phase: ClassVar[Phase] = "loop"
+    captured: ClassVar[bool] = False
 
     role: Literal["prefill", "decode", "mixed"] = "mixed"
     """What the router prefers to use this server for."""
