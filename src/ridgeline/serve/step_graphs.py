@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 """Runs a function and records what it launches → (a call that launches the same again, the result that this fills)."""
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+BATCHES: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sequences of the recorded steps, up to the most of a step."""
 NARROWEST, WIDER = 64, 4
 """Blocks of a sequence in the narrowest recorded table, and how much wider the next one is."""
@@ -33,7 +33,7 @@ class CudaRecorder:
     """Records on a GPU; all graphs share the memory of their temporaries, as only one runs at a time."""
 
     def __init__(self) -> None:
-        self.pool: tuple[int, int] | None = None
+        self.pool: Any = None
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """Run twice beside the main stream, so that kernels are compiled and libraries have their memory; then

@@ -13,8 +13,8 @@ from ridgeline.spec.workload import Serve
 OWN = "ridgeline"
 """The name of Ridgeline's own serving engine."""
 CACHE_SHARE = {"cpu": 0.25, "gpu": 0.9}
-"""Default for the largest fraction of free memory that the key/value pool takes: others need a computer's; of a GPU, the
-rest is for the largest step and recorded steps."""
+"""Default for the largest fraction of free memory that the key/value pool takes: others need a computer's; of a
+GPU's, the rest is for the largest step and for recorded ones."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ def fake_trace_tables(steps: Mapping[str, StepTrace], launch_latency: float, pre
                      "" if compared is None else seconds(compared), share])  # fmt: skip
     columns = [Column("step", align="left"), *map(Column, ("launches", "waits", "launching", "predicted", "share"))]
     notes = ["where launching takes longer than the predicted step, the GPU waits for the host",
-             "an operator counts as one launch; a few make more; + kernels of a CUDA graph, which is one launch"]  # fmt: skip
+             "an operator counts as one launch (a few make more), a CUDA graph too; + its kernels"]  # fmt: skip
     tables = [Table("on a GPU that is not there", columns, rows, notes)]
     for name, step in steps.items():
         if step.wrong:
