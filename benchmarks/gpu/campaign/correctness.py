@@ -20,7 +20,7 @@ PLANS = {
     "plain": [], "fused_layers": ["fused_layers"], "flash_attention": ["flash_attention"],
     "bf16": ["mixed_precision"], "fp8": ["mixed_precision", "fp8"], "recompute": ["recompute"],
     "zero_offload": ["zero_offload"], "activation_offload": ["activation_offload"], "adamw8bit": ["adamw8bit"],
-    "compile": ["compile"],
+    "torch_compile": ["torch_compile"],
 }  # fmt: skip
 """What is trained for a few steps, and the largest relative difference of its losses in :data:`BOUNDS`."""
 BOUNDS = {"bf16": 5e-3, "fp8": 3e-2, "adamw8bit": 2e-2}

@@ -18,7 +18,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 
 BASE = ("mixed_precision", "flash_attention", "fused_layers")
-COMPILED = (*BASE[:2], "fused_layers:projections=false,elementwise=false", "compile")
+COMPILED = (*BASE[:2], "fused_layers:projections=false,elementwise=false", "torch_compile")
 """The loss in chunks, and everything else left to the compiler."""
 PLANS = {
     "bf16": BASE,

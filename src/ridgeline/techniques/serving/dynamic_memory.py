@@ -27,7 +27,6 @@ class DynamicMemory(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="EET as a whole runs a decoder layer 1.40-4.20x as fast as FasterTransformer 4.0 on an A100",
-        unpredicted={"serve": "what it saves is the allocator's work and gaps, of which the graph has none"},
         owns=frozenset({"pass_memory"}),
         conflicts=FROM_REQUESTS,
     )

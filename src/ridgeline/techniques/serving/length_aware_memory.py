@@ -40,7 +40,6 @@ class LengthAwareMemory(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="the smallest memory of the allocators compared, with few allocations, at lengths that vary",
-        unpredicted={"serve": "what it saves is the allocator's work and gaps, of which the graph has none"},
         owns=frozenset({"pass_memory"}),
         conflicts=FROM_REQUESTS,
     )

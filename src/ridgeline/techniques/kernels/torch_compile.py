@@ -18,14 +18,14 @@ MERGED = {("residual", "norm"), ("rope", "rope")}
 """Kinds of neighboring operators of the graph that become one kernel."""
 
 
-class Compile(Technique):
+class TorchCompile(Technique):
     """Compile each block with ``torch.compile`` (regional compilation): one kernel for each chain of elementwise
     operators, forward and backward, and the same code for all blocks of a kind. The first step takes seconds to
     minutes.
     """
 
     card: ClassVar[Card] = Card(
-        name="compile",
+        name="torch_compile",
         title="Compiled blocks",
         paper="doi:10.1145/3620665.3640366",
         taxonomy="training/model/compiler",
@@ -73,8 +73,8 @@ class Compile(Technique):
         named = os.environ.get("CXX")
         missing = not any(map(shutil.which, [named] if named else ["g++", "clang++"]))
         if self.backend == "inductor" and run.device.type == "cpu" and missing:
-            raise UserError("compile: on a CPU, blocks become C++, and there is no C++ compiler",
-                            "install g++, name one in CXX, or leave compile out")  # fmt: skip
+            raise UserError("torch_compile: on a CPU, blocks become C++, and there is no C++ compiler",
+                            "install g++, name one in CXX, or leave torch_compile out")  # fmt: skip
         for block in run.model.blocks.values():
             block.compile(backend=self.backend, dynamic=False)
 

@@ -32,7 +32,7 @@ def test_blocks_are_traced_whole_and_once(text):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    trainer = make_trainer(experiment("flash_attention", "compile:backend=aot_eager", data=text))
+    trainer = make_trainer(experiment("flash_attention", "torch_compile:backend=aot_eager", data=text))
     for _ in range(2):
         trainer.step()
     assert not counters["graph_break"]
@@ -45,7 +45,7 @@ def test_blocks_are_traced_whole_and_once(text):
 def test_compiled_steps_are_plain_ones(text, plan):
     catalog.allow_unprobed()
     torch._dynamo.reset()
-    want, got = (curve_of(make_trainer(experiment(*plan, *more, data=text))) for more in ([], ["compile"]))
+    want, got = (curve_of(make_trainer(experiment(*plan, *more, data=text))) for more in ([], ["torch_compile"]))
     assert got.losses == pytest.approx(want.losses, rel=2e-3 if plan else 1e-5)
     assert got.norms == pytest.approx(want.norms, rel=2e-2 if plan else 1e-4)
 
@@ -54,13 +54,13 @@ def test_without_a_compiler_it_says_so(text, monkeypatch):
     catalog.allow_unprobed()
     monkeypatch.setattr(shutil, "which", lambda *_: None)
     with pytest.raises(UserError, match=r"no C\+\+ compiler"):
-        make_trainer(experiment("compile", data=text))
+        make_trainer(experiment("torch_compile", data=text))
 
 
 def test_a_compiled_step_is_predicted_to_be_faster_where_operators_are_not_fused():
     def said(*plan):
         return predict(experiment(*LOW, *plan, on="h100-sxm", model="llama3.2-1b")).metrics["step_time_s"].value
 
-    plain, compiled = said(), said("compile")
+    plain, compiled = said(), said("torch_compile")
     assert 0.5 * plain < compiled < plain
-    assert said("compile:backend=aot_eager") == plain
+    assert said("torch_compile:backend=aot_eager") == plain
