@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 LONGEST = 4000
 """Most instructions of a kernel, in place of the seconds of its compilation, which depend on the machine: kernels of
-9000 and more kept first requests waiting for 5 s to minutes (``gpu_aot.json``, before); today's compile in about one."""
+9000 and more kept first requests waiting for 5 s to minutes (``gpu_aot.json``, before); these take about one."""
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "compile_kernels.py"
 
 

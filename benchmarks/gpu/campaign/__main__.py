@@ -5,8 +5,8 @@
 
 Predictions are written before anything is measured. Every part has its own JSON file in ``--out``; what is in one
 already is not measured again, so that a part that ran out of time goes on where it stopped. On a machine without some
-packages, ``--wheels`` names a folder with their wheels (``make gpu-wheels`` fills one), which are installed beside the
-results, offline. Without a GPU, ``--small`` runs the same parts in small on the CPU.
+packages, ``--wheels`` names a folder with their wheels (``make gpu-wheels`` fills one), which are installed into a
+temporary folder, offline. Without a GPU, ``--small`` runs the same parts in small on the CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -33,15 +34,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--on", help="catalog name of this device (default: by the driver's name for it)")
     parser.add_argument("--small", action="store_true", help="tiny models and few lines; also without a GPU")
     parser.add_argument("--again", action="store_true", help="measure the parts anew")
-    parser.add_argument("--predict", action="store_true", help="write the predictions and the report, measure nothing")
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="write the predictions and the report, measure nothing; with --on, no GPU is needed",
+    )
     parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that are missing")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def find_packages(wheels: Path | None, out: Path) -> None:
+def find_packages(wheels: Path | None) -> None:
     """Put the project on the path of this process and its children, and with it what ``wheels`` holds."""
-    site = (out / "site").resolve()
+    site = Path(tempfile.gettempdir()) / "ridgeline-gpu-packages"
     if wheels is not None and not site.exists():
         files = sorted(map(str, wheels.glob("*.whl")))
         if not files:
@@ -55,13 +60,12 @@ def find_packages(wheels: Path | None, out: Path) -> None:
 
 def main() -> None:
     given = arguments()
-    find_packages(given.wheels, given.out)
+    find_packages(given.wheels)
     try:
         from campaign import run
     except ModuleNotFoundError as e:
-        raise SystemExit(
-            f"error: the package {e.name!r} is not installed\n  fix: `make setup`, or --wheels FOLDER (`make gpu-wheels`)"
-        ) from None
+        fix = "`make setup`, or --wheels FOLDER (`make gpu-wheels`)"
+        raise SystemExit(f"error: the package {e.name!r} is not installed\n  fix: {fix}") from None
     from ridgeline.spec.errors import UserError
 
     try:

@@ -58,10 +58,13 @@ class Setting:
         return catalog.device(self.on)
 
 
-def find_setting(on: str | None, small: bool) -> Setting:
-    """The device of this machine. Raises :class:`UserError` without a GPU, unless it is to be ``small``."""
+def find_setting(on: str | None, small: bool, predicting: bool = False) -> Setting:
+    """The device of this machine, or with ``predicting`` the one called ``on``. Raises :class:`UserError` without a
+    GPU, unless it is to be ``small``."""
     import torch
 
+    if predicting and on and not small:
+        return Setting(on, "cuda", small)
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         title = torch.cuda.get_device_name(0)

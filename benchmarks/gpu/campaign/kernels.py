@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,31 +41,26 @@ def cells(setting: Setting) -> list[Cell]:
     dtype = torch.float32 if setting.small else torch.bfloat16
     size = dtype.itemsize
     name = "fp32" if setting.small else "bf16"
-    found: list[tuple[str, Op, Callable[[], Calls]]] = [
-        (f"add and RMS norm, {rows}x{n}", _op("norm", 4.0 * rows * n * size, name), partial(_norm, setting, rows, n, dtype)),
-        (f"SwiGLU, {rows}x{wide}", _op("activation", 3.0 * rows * wide * size, name),
-         partial(_swiglu, setting, rows, wide, dtype)),
-        (f"rotary embedding, {rows} rows of {n}", _op("rope", 2.0 * rows * n * size, name),
-         partial(_rotary, setting, rows, n, dtype)),
-        (f"cross entropy with gradient, {rows // 4}x{vocabulary}", _op("loss", 2.0 * rows // 4 * vocabulary * size, name),
-         partial(_entropy, setting, rows // 4, vocabulary, dtype)),
-        (f"AdamW of {rows * n}", _op("optimizer", 7.0 * rows * n * 4 + 2.0 * rows * n, "fp32"),
-         partial(_adamw, setting, rows * n)),
-    ]  # fmt: skip
+    found: list[tuple[str, Op, Callable[[], Calls]]] = []
+
+    def line(label: str, kind: str, moved: float, make: Callable[..., Calls], *sizes: object) -> None:
+        found.append((label, _op(kind, moved, name), partial(make, setting, *sizes)))
+
+    line(f"add and RMS norm, {rows}x{n}", "norm", 4.0 * rows * n * size, _norm, rows, n, dtype)
+    line(f"SwiGLU, {rows}x{wide}", "activation", 3.0 * rows * wide * size, _swiglu, rows, wide, dtype)
+    line(f"rotary embedding, {rows} rows of {n}", "rope", 2.0 * rows * n * size, _rotary, rows, n, dtype)
+    few = rows // 4
+    line(f"cross entropy with gradient, {few}x{vocabulary}", "loss", 2.0 * few * vocabulary * size, _entropy, few,
+         vocabulary, dtype)  # fmt: skip
+    line(f"AdamW of {rows * n}", "optimizer", 30.0 * rows * n, _adamw, rows * n)
     shapes = ((n, n),) if setting.small else ((4096, 4096), (14336, 4096), (4096, 14336))
-    for out, width in shapes:
-        for bits in (8, 4) if setting.small else (8, 4, 3, 2):
-            for m in (1, 16) if setting.small else (1, 16, 64, 512, 4096):
-                held = out * width * bits / 8 + 2 * out * width / GROUP
-                op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=held + (m * width + m * out) * size,
-                        dtype=name, shape=(m, out, width), weight_dtype=f"int{bits}" if bits in (4, 8) else "")  # fmt: skip
-                found.append(
-                    (
-                        f"int{bits} product, {m} rows, {out}x{width}",
-                        op,
-                        partial(_codes, setting, m, out, width, bits, dtype),
-                    )
-                )
+    for (out, width), bits in product(shapes, (8, 4) if setting.small else (8, 4, 3, 2)):
+        for m in (1, 16) if setting.small else (1, 16, 64, 512, 4096):
+            held = out * width * bits / 8 + 2 * out * width / GROUP
+            op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=held + (m * width + m * out) * size,
+                    dtype=name, shape=(m, out, width), weight_dtype=f"int{bits}")  # fmt: skip
+            label = f"int{bits} product, {m} rows, {out}x{width}"
+            found.append((label, op, partial(_codes, setting, m, out, width, bits, dtype)))
     if setting.kind == "cuda":
         found += _on_gpus(setting)
     return [
@@ -210,8 +206,8 @@ def _adamw(setting: Setting, n: int) -> Calls:
 def _codes(setting: Setting, rows: int, out: int, width: int, bits: int, dtype: torch.dtype) -> Calls:
     device = torch.device(setting.kind)
     group = min(GROUP, width)
-    record = Packed(torch.randint(1 << bits, (out, width), dtype=torch.uint8), torch.rand(out, width // group).half() * 0.01,
-                    None, bits, group)  # fmt: skip
+    drawn = torch.randint(1 << bits, (out, width), dtype=torch.uint8)
+    record = Packed(drawn, torch.rand(out, width // group).half() * 0.01, None, bits, group)
     layers = [PackedLinear(record, device=device) for _ in range(_copies(out * width * bits / 8))]
     x = _randn(setting, rows, width, dtype=dtype)
     dense = record.dense().to(device)
@@ -238,7 +234,7 @@ def _paged(setting: Setting, op: Op) -> Calls:
     batch, heads, groups, new, length, d = op.shape
     device, kind, blocks = torch.device(setting.kind), op.kv_dtype, length // 16
     k, v = (torch.randn(1, groups, batch * length, d, device=device, dtype=torch.bfloat16) for _ in range(2))
-    stores = []
+    stores: list[Any] = []
     for held in (k, v):
         if kind:
             codes = KINDS[kind](tuple(held.shape), device)
@@ -261,7 +257,7 @@ def _paged(setting: Setting, op: Op) -> Calls:
         out = F.scaled_dot_product_attention(query, keys, values, seen, enable_gqa=True)
         return out.transpose(1, 2).reshape(batch * new, heads, d)
 
-    return Calls([lambda: paged_attention(q, *stores, pages, 0)], [lambda: plain(torch.bfloat16)],
+    return Calls([lambda: paged_attention(q, stores[0], stores[1], pages, 0)], [lambda: plain(torch.bfloat16)],
                  lambda: plain(torch.float32))  # fmt: skip
 
 

@@ -40,8 +40,8 @@ def cells(setting: Setting) -> list[Cell]:
     attention = Op("attention", "", "attention", flops=4.0 * b * heads * length**2 * d,
                    bytes=4.0 * b * heads * length * d * _width(low), dtype=low,
                    shape=(b, heads, heads, length, length, d), causal=True)  # fmt: skip
-    found.append(Cell(f"attention of {b} prompts of {length}, {heads} heads of {d}", partial(attended, setting, attention),
-                      partial(said, setting, attention)))  # fmt: skip
+    label = f"attention of {b} prompts of {length}, {heads} heads of {d}"
+    found.append(Cell(label, partial(attended, setting, attention), partial(said, setting, attention)))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from campaign.cells import commit, now, read
 from ridgeline.report.files import write_atomic
@@ -60,7 +60,7 @@ def ratios(lines: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str, str,
         said = ((line.get("predicted") or {}).get("figures")) or {}
         for metric, value in (line.get("measured") or {}).items():
             told = said.get(metric)
-            if _number(value) and _number(told) and value > 0 and told > 0:
+            if _number(value) and _number(told) and min(value, told) > 0:
                 found.append((part, line["name"], metric, value / told))
     return found
 
@@ -96,16 +96,16 @@ def _part(part: str, held: dict[str, Any], said: dict[str, Any]) -> Table:
         first = True
         for metric in metrics or [""]:
             a, b = told.get(metric), found.get(metric)
-            both = _number(a) and _number(b) and a > 0
+            both = f"{b / a:.2f}" if _number(a) and _number(b) and a else ""
             rows.append([name if first else "", line["status"] if first else "", metric.replace("_", " "),
-                         _text(metric, a), _text(metric, b), f"{b / a:.2f}" if both else ""])  # fmt: skip
+                         _text(metric, a), _text(metric, b), both])  # fmt: skip
             first = False
     columns = [Column("line", align="left"), Column("status", align="left"), Column("metric", align="left"),
                *map(Column, ("predicted", "measured", "ratio"))]  # fmt: skip
     return Table(part, columns, rows)
 
 
-def _number(value: object) -> bool:
+def _number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

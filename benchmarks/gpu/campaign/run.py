@@ -33,7 +33,7 @@ def cells_of(part: str, setting: Setting, only: Sequence[str]) -> list[Cell]:
 
 def campaign(given: argparse.Namespace, parts: Sequence[str]) -> None:
     """Run parts one after another; the report is written anew after each."""
-    setting = find_setting(given.on, given.small)
+    setting = find_setting(given.on, given.small, given.predict)
     given.out.mkdir(parents=True, exist_ok=True)
     todo = {part: cells_of(part, setting, given.only) for part in parts}
     said = predictions(given.out / "predictions.json", todo, setting)

@@ -25,7 +25,6 @@ PLANS = {
 }  # fmt: skip
 CACHES = {"int8 cache": ("kv_quant:dtype=int8",), "int4 cache": ("kv_quant:dtype=int4",),
           "fp8 cache": ("kv_quant:dtype=fp8",)}  # fmt: skip
-EAGER = "cuda_graphs"
 BATCHES = (1, 8, 64)
 PROMPT, NEW = 512, 64
 LIMIT = 200.0
@@ -39,40 +38,39 @@ def cells(setting: Setting) -> list[Cell]:
     large, small = "llama3.1-8b", "llama3.2-1b"
     found = [_decode(setting, large, n, p, b) for n, p in PLANS.items() for b in BATCHES]
     found += [_decode(setting, small, n, PLANS[n], b) for n in ("bf16", "int4") for b in BATCHES]
-    found += [_decode(setting, small, "bf16, without graphs", (), b, without=(EAGER,)) for b in (1, 64)]
+    found += [_decode(setting, small, "bf16, without graphs", (), b, graphs=False) for b in (1, 64)]
     found += [_decode(setting, large, n, p, 64, prompt=2048) for n, p in {"bf16": (), **CACHES}.items()]
     found += [_decode(setting, large, "drafts", ("speculative",), b) for b in (1, 8)]
     found += [_decode(setting, "qwen3-30b-a3b", "bf16", (), b) for b in (1, 64)]
     found += [_prompt(setting, large, n) for n in (512, 4096)]
     found += [_load(setting, large, n) for n in (8, 64)]
-    found += [Cell(f"{small}, {who}, decode, batch {b}", partial(ask, setting, small, b), limit=300.0)
-              for who, ask in (("transformers", transformers_decode), ("vLLM", vllm_decode)) for b in BATCHES]  # fmt: skip
+    for who, ask in (("transformers", transformers_decode), ("vLLM", vllm_decode)):
+        found += [Cell(f"{small}, {who}, decode, batch {b}", partial(ask, setting, small, b), limit=300.0)
+                  for b in BATCHES]  # fmt: skip
     return found
 
 
 def experiment(
-    setting: Setting, model: str, plan: tuple[str, ...], batch: int, prompt: int, new: int, dtype: str = "bf16",
-    without: tuple[str, ...] = (),
-) -> Experiment:  # fmt: skip
+    setting: Setting, model: str, plan: tuple[str, ...], batch: int, prompt: int, new: int, dtype: str = "bf16"
+) -> Experiment:
     """``batch`` clients, each with one request."""
     from ridgeline.spec.device import Cluster
 
     w = {"kind": "serve", "prompt_len": prompt, "output_len": new, "concurrency": batch, "requests": batch,
-         "max_num_seqs": batch, "max_num_batched_tokens": max(2048, prompt), "max_model_len": prompt + new + 1,
-         "dtype": dtype, "engine": OWN}  # fmt: skip
-    base = [name for name in default_plan("serve") if name not in without]
-    return make(model, Cluster(device=setting.device), w, [*base, *plan])
+         "max_num_seqs": batch, "max_num_batched_tokens": min(8192, max(2048, batch * prompt // 8)),
+         "max_model_len": prompt + new + 1, "dtype": dtype, "engine": OWN}  # fmt: skip
+    return make(model, Cluster(device=setting.device), w, [*default_plan("serve"), *plan])
 
 
 def _decode(
     setting: Setting, model: str, name: str, plan: tuple[str, ...], batch: int, dtype: str = "bf16",
-    prompt: int = PROMPT, new: int = NEW, without: tuple[str, ...] = (),
+    prompt: int = PROMPT, new: int = NEW, graphs: bool = True,
 ) -> Cell:  # fmt: skip
     shares = {"bf16": 0.75, "int4": 0.65}
     goals = {"share_of_bandwidth": (">=", shares[name])} if name in shares else {}
-    given = partial(experiment, setting, model, plan, batch, prompt, new, dtype, without)
-    return Cell(f"{model}, {name}, decode, batch {batch}, {prompt} tokens", partial(decode, setting, given),
-                partial(decode_said, given), goals, LIMIT)  # fmt: skip
+    given = partial(experiment, setting, model, plan, batch, prompt, new, dtype)
+    return Cell(f"{model}, {name}, decode, batch {batch}, {prompt} tokens", partial(decode, setting, given, graphs),
+                partial(decode_said, given) if graphs else dict, goals, LIMIT)  # fmt: skip
 
 
 def decode_said(given: partial[Experiment]) -> Figures:
@@ -81,7 +79,7 @@ def decode_said(given: partial[Experiment]) -> Figures:
     return {"step_s": said.metrics["itl_p50_s"].value} if said.status == "ok" else {"status": said.status}
 
 
-def decode(setting: Setting, given: partial[Experiment]) -> Figures:
+def decode(setting: Setting, given: partial[Experiment], graphs: bool) -> Figures:
     """Median decode step of the engine, with what it must read over the time."""
     from campaign.engine import steps
     from ridgeline.jobs.worker import setup
@@ -92,18 +90,22 @@ def decode(setting: Setting, given: partial[Experiment]) -> Figures:
     start = time.perf_counter()
     engine = make_engine(e, setup(1))
     ready = time.perf_counter() - start
+    if not graphs:
+        engine.runner.graphs = None
     spec, batch = engine.spec, w.concurrency
     steps(engine, [w.prompt_len] * batch, min(w.output_len, 8), "warm ")
     _, taken, tokens = steps(engine, [w.prompt_len] * batch, w.output_len)
     second = statistics.median(taken)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in engine.model.state_dict().values()}
-    table = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size * engine.model.embed.tokens.weight.itemsize
+    table = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size * next(engine.model.parameters()).itemsize
     slots = engine.blocks.count * engine.runner.block_size
     cached = sum(t.nbytes for t in engine.runner.pool()) / slots * (w.prompt_len + w.output_len / 2) * batch
     weights = sum(held.values()) - table
+    ordered = sorted(taken)
     found: Figures = {
-        "step_s": second, "tokens_per_s": tokens / sum(taken), "start_s": ready, "weights_bytes": weights,
-        "quartiles_s": [sorted(taken)[len(taken) // 4], sorted(taken)[3 * len(taken) // 4]],
+        "step_s": second, "tokens_per_s": tokens / sum(taken), "recorded": engine.runner.graphs is not None,
+        "start_s": ready, "weights_bytes": weights,
+        "quartiles_s": [ordered[len(taken) // 4], ordered[3 * len(taken) // 4]],
     }  # fmt: skip
     if not spec.num_experts:  # of which a step reads some
         found["share_of_bandwidth"] = (weights + cached) / second / setting.device.memory_bandwidth
@@ -193,7 +195,8 @@ def transformers_decode(setting: Setting, model: str, batch: int) -> Figures:
 
     with tempfile.TemporaryDirectory() as folder:
         _checkpoint(model, folder)
-        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
+        auto: Any = transformers.AutoModelForCausalLM
+        theirs = auto.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
     ids = torch.tensor(prompts(theirs.config.vocab_size, [PROMPT] * batch), device="cuda")
     theirs.forward = torch.compile(theirs.forward, mode="reduce-overhead", fullgraph=True)
 

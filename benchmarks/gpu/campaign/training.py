@@ -1,4 +1,4 @@
-"""Training on one device: MFU, and what each technique gains or costs, beside other engines where they are installed."""
+"""Training on one device: MFU, what each technique gains or costs, and other engines where they are installed."""
 
 from __future__ import annotations
 
