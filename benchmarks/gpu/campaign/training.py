@@ -11,8 +11,9 @@ from ridgeline.experiments import make
 from ridgeline.measure.ablate import measure_plan
 from ridgeline.measure.backends import require
 from ridgeline.measure.merge import merge
-from ridgeline.measure.utilization import add_utilization
 from ridgeline.predict import predict
+from ridgeline.predict.operators.kernel import peak_flops
+from ridgeline.predict.predict import training_flops
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
@@ -81,10 +82,13 @@ def measured(experiment: Callable[[], Experiment], backend: str) -> Figures:
     if backend == "hf" and not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")):
         raise NotInstalled("transformers or accelerate is not installed")
     require(backend, e)
-    result = add_utilization(merge([measure_plan(e, memory=False, timeout=SECONDS - 10, backend=backend)]), e)
+    result = merge([measure_plan(e, memory=False, timeout=SECONDS - 10, backend=backend)])
     if result.status != "ok":
         raise RuntimeError(f"{result.status}: {result.reason} {' '.join(result.notes)[-500:]}")
+    found = figures(result)
+    flops, _, dtype = training_flops(e)
+    found["mfu"] = flops / found["step_time_s"] / peak_flops(e.cluster.device, dtype)
     steps = sorted(s.seconds for s in result.samples if not s.warmup)
     spread = {"quartiles_s": [steps[len(steps) // 4], steps[3 * len(steps) // 4]]} if steps else {}
     last = [s.loss for s in result.samples if s.loss is not None][-1:]
-    return figures(result) | spread | ({"last_loss": last[0]} if last else {})
+    return found | spread | ({"last_loss": last[0]} if last else {})
