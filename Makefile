@@ -56,14 +56,14 @@ web:
 # folder already is not measured again. On a machine without the packages: make gpu PYTHON=python3 WHEELS=wheels
 GPU_RESULTS ?= gpu-results
 WHEELS ?=
+ANY_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
-	@if test -x $(BIN)/python; then P=$(BIN)/python; else P=$(PYTHON); fi; \
-	$$P benchmarks/gpu/campaign --out $(GPU_RESULTS) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU)
+	$(ANY_PYTHON) benchmarks/gpu/campaign --out $(GPU_RESULTS) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU)
 
 # Wheels of what a bare machine with PyTorch, Triton and transformers lacks, for Python 3.12 on x86-64.
-gpu-wheels: setup
-	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+gpu-wheels:
+	$(ANY_PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	  $(foreach v,2_17 2_27 2_28 2_31 2_34,--platform manylinux_$(v)_x86_64) --platform manylinux2014_x86_64 \
 	  -c constraints.txt -d wheels pydantic pydantic-core annotated-types typing-inspection tomli-w fastapi starlette \
 	  uvicorn llguidance
 

@@ -116,6 +116,8 @@ def requests():
 @pytest.mark.parametrize(("base", "fields"), [("llama-mini", {}), ("mixtral-tiny", {}),
                                               ("llama-mini", {"sliding_window": 9})])  # fmt: skip
 def test_replayed_steps_give_the_same_tokens(made, base, fields):
+    if base == "mixtral-tiny" and DEVICE.type == "cuda":
+        pytest.skip("a GPU's grouped product takes 16 bits, in which a pad's other kernel may choose other tokens")
     want, _ = run(made(base, False, **fields), *requests())
     engine = made(base, True, **fields)
     graphs, counts = engine.runner.graphs, []

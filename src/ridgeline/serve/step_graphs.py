@@ -63,6 +63,8 @@ class _Numbers:
     """int32 [B]."""
     table: np.ndarray
     """int32 [B, blocks]."""
+    sent: Any = None
+    """Recorded behind the last copy."""
 
     @classmethod
     def make(cls, batch: int, blocks: int, device: torch.device) -> _Numbers:
@@ -82,9 +84,18 @@ class _Numbers:
         return (rows.view(torch.int64).view(3, batch), lengths.view(torch.int32),
                 table.view(torch.int32).view(batch, blocks))  # fmt: skip
 
+    def free(self) -> None:
+        """Wait until the last copy has read the host's numbers: they are about to change. It has, where a step's tokens
+        were waited for."""
+        if self.sent is not None and not self.sent.query():
+            self.sent.synchronize()
+
     def send(self) -> None:
         """Copy them to the device; the host does not wait."""
         self.device.copy_(self.host, non_blocking=True)
+        if self.device.is_cuda:
+            self.sent = self.sent or torch.cuda.Event()
+            self.sent.record()
 
 
 @dataclass
@@ -129,6 +140,7 @@ class StepGraphs:
         """Do a step by its graph → [T, H], which the next step overwrites."""
         graph, n, size = self.graphs[key], len(step.pieces), self.runner.block_size
         numbers = graph.numbers
+        numbers.free()
         self._pad(numbers, n)
         numbers.rows[0, :n], numbers.rows[1, :n], numbers.rows[2, :n] = step.ids, step.at, step.slots
         for i, piece in enumerate(step.pieces):
