@@ -161,6 +161,8 @@ class ChatCompletion(Sampled):
     """Begin the answer with the last message's text, where that is the assistant's."""
     include_reasoning: bool = True
     """False: leave the reasoning out of the answer."""
+    thinking_token_budget: Number | None = None
+    """Tokens of reasoning after which its end is written, whatever the model would."""
     documents: Annotated[list[dict[str, str]], Field(max_length=1024)] | None = None
     """A variable of the chat template, for models that answer from texts."""
     reasoning_effort: Annotated[str, StringConstraints(min_length=1, max_length=32)] | None = None
@@ -227,7 +229,7 @@ class ChatCompletion(Sampled):
     def logprob_count(self) -> int | None:
         """How many likeliest tokens to report, None: not even the chosen one's."""
         if self.logprobs:
-            return self.top_logprobs or 0
+            return self.top_logprobs or 0  # -1: all
         if self.top_logprobs is not None:
             raise Invalid("top_logprobs", "has an effect with logprobs only", "leave it out, or set logprobs")
         return None

@@ -51,13 +51,14 @@ async def whole(prepared: PreparedRequest, stream: OutputStream, chat: bool) -> 
 
 
 async def chunks(
-    prepared: PreparedRequest, stream: OutputStream, body: Sampled, chat: bool
+    prepared: PreparedRequest, stream: OutputStream, body: Sampled, chat: bool, force_usage: bool = False
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of a request that streams; an error in midstream is the last one."""
+    """The chunks of a request that streams; an error in midstream is the last one. ``force_usage``: each has the usage
+    so far, asked for or not."""
     writer = Writer(prepared, chat)
     options = body.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    running = with_usage and options is not None and bool(options.continuous_usage_stats)
+    with_usage = force_usage or (options is not None and bool(options.include_usage))
+    running = force_usage or (with_usage and options is not None and bool(options.continuous_usage_stats))
     kind = "chat.completion.chunk" if chat else "text_completion"
     head = {"id": prepared.id, "object": kind, "created": prepared.created, "model": prepared.model}
     of_prompt = writer.of_prompt(0, streamed=True) if chat else {}
