@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
@@ -346,11 +346,14 @@ def state_routes(app: FastAPI, service: Service) -> None:
         return Json({"freed_blocks": await loop.ask(Engine.reset_prefix_cache)})
 
     @app.post(SLEEP, responses=_REFUSALS)
-    async def sleep(level: Literal[1, 2] = 1) -> Response:
+    async def sleep(request: Request) -> Response:
         """Free weights and cache. The files of the weights stay in the system's cache, but of level 2 as far as it
         needs room; whoever asks meanwhile gets a 503."""
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise Invalid("level", f"is {level!r}", "give 1 or 2")
         await loop.sleep()
-        return Json({"status": "sleeping", "level": level})
+        return Json({"status": "sleeping", "level": int(level)})
 
     @app.post(WAKE, responses=_REFUSALS)
     async def wake() -> Response:
