@@ -18,6 +18,7 @@ import openai
 import pytest
 import tests.utils as theirs
 import transformers
+import vllm.config
 import vllm.tokenizers
 import vllm.transformers_utils.repo_utils as hub
 from models import folder_for, lora_for
@@ -29,7 +30,7 @@ VALUES = {
     "--served-model-name": "--served-model-name", "--api-key": "--api-key", "--max-logprobs": "--max-logprobs",
 }  # fmt: skip
 """Options with a value, and ours."""
-SWITCHES = ("--enable-auto-tool-choice", "--enable-force-include-usage")
+SWITCHES = ("--enable-auto-tool-choice", "--enable-force-include-usage", "--enable-per-request-metrics")
 WITHOUT_EFFECT = {
     "--dtype", "--seed", "--gpu-memory-utilization", "--runner", "--max-lora-rank", "--max-cpu-loras", "--convert",
     "--structured-outputs-config.backend", "--hf-overrides", "--load-format", "--reasoning-config", "--pooler-config",
@@ -63,6 +64,8 @@ class Server:
                     keys = values
                 elif name == "--port":
                     self.port = int(values[0])
+                elif name == "--max-model-len":  # random weights do not end by themselves
+                    command += [name, str(min(int(values[0]), 2048))]
                 elif name in VALUES and values:
                     command += [VALUES[name], *values]
             elif name in SWITCHES:
@@ -161,6 +164,19 @@ vllm.tokenizers.get_tokenizer = theirs.get_tokenizer = _local(
 )
 transformers.AutoTokenizer.from_pretrained = staticmethod(_local(transformers.AutoTokenizer.from_pretrained))
 hub.hf_api = _Hub
+
+
+class _ModelConfig:
+    """What the tests ask of vLLM's configuration of a model."""
+
+    def __init__(self, model, **_):
+        self.hf_config = transformers.AutoConfig.from_pretrained(str(folder_for(model)))
+
+    def get_vocab_size(self):
+        return self.hf_config.vocab_size
+
+
+vllm.config.ModelConfig = _ModelConfig
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -79,6 +79,9 @@ def serve(
     enable_force_include_usage: Annotated[
         bool, typer.Option("--enable-force-include-usage", help="Report usage in every chunk of every stream.")
     ] = False,
+    enable_per_request_metrics: Annotated[
+        bool, typer.Option("--enable-per-request-metrics", help="Report in answers when their tokens came.")
+    ] = False,
     pooling: Annotated[
         str | None, typer.Option(help="What embeddings are made of: mean, last or cls (the checkpoint's own, or mean).")
     ] = None,
@@ -140,7 +143,7 @@ def serve(
         raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
     body, prefix = number_of_bytes("--max-body", max_body), path_prefix(root_path)
     options = Options(tool_call_parser, enable_auto_tool_choice, pooling, reasoning_parser, generation_config,
-                      max_logprobs, enable_force_include_usage)  # fmt: skip
+                      max_logprobs, enable_force_include_usage, enable_per_request_metrics)  # fmt: skip
     options.check()
     secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
     if role is not None:

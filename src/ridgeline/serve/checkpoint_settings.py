@@ -36,6 +36,8 @@ class Options:
     """Most log-probabilities that a request may ask for at each place; -1: of the whole vocabulary."""
     force_usage: bool = False
     """Whether every chunk of a stream has the usage so far, asked for or not."""
+    request_metrics: bool = False
+    """Whether answers tell when their tokens came."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a name that is not known."""

@@ -73,8 +73,10 @@ class OutputStream:
         self.jobs = {job.request.id: job for job in jobs}
         self.submitted = time.monotonic()
         self.first: dict[str, float] = {}
-        self.started = False
-        """Whether any of its outputs has been scheduled (the engine's thread says so)."""
+        self.last = self.submitted
+        """When its last token came."""
+        self.scheduled: float | None = None
+        """When the first of its outputs was scheduled (the engine's thread says so)."""
         self._open = {(job.ordinal, i) for job in jobs for i in job.open}
         self._fresh: dict[tuple[int, int], Delta] = {}
         self._error: Exception | None = None
@@ -388,7 +390,7 @@ class EngineLoop:
                         self.speed.observe(prompts, time.monotonic() - began)
                     for event in events:
                         self._read(event)
-                    self._note_started()
+                    self._note_started(began)
                 self.stats = self.engine.stats()
                 self._send()
         except Exception as e:
@@ -449,7 +451,7 @@ class EngineLoop:
             late = [(r, self._streams[r]) for r in self._queue.waiting if r in self._streams]
         now = time.monotonic()
         for request, stream in late:
-            if stream.started or now - stream.submitted <= self.limits.first_token:
+            if stream.scheduled is not None or now - stream.submitted <= self.limits.first_token:
                 continue
             if request in self._streams:
                 error = Busy(f"no token within {self.limits.first_token:g} s", max(1.0, self._patience))
@@ -459,12 +461,12 @@ class EngineLoop:
                 self._forget(*stream.jobs)
                 self.metrics.finished.labels("timeout").inc()
 
-    def _note_started(self) -> None:
-        """Remove scheduled requests from the queue."""
+    def _note_started(self, began: float) -> None:
+        """Remove the requests from the queue that the step which ``began`` then has scheduled."""
         with self._wake:
             for request in [r for r in self._queue.waiting if self.engine.started(r)]:
                 del self._queue.waiting[request]
-                self._streams[request].started = True
+                self._streams[request].scheduled = began
 
     def _read(self, event: OutputEvent) -> None:
         stream = self._streams.get(event.request)
@@ -475,6 +477,7 @@ class EngineLoop:
             stream.first[event.request] = now
             self._patience += 0.1 * (now - stream.submitted - self._patience)
             self.metrics.first_token.observe(now - stream.submitted)
+        stream.last = now
         delta = job.read(event)
         if delta is None:
             return

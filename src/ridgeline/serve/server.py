@@ -64,6 +64,7 @@ def make_service(
         most,
         options.max_logprobs,
         options.force_usage,
+        options.request_metrics,
         read_json(checkpoint / "tokenizer_config.json").get("tokenizer_class"),
     )
 

@@ -61,6 +61,8 @@ class PreparedRequest:
     reasoning: bool | None = None
     """Whether the prompt ends within reasoning; None: reasoning is not told apart."""
     hides_reasoning: bool = False
+    timed: bool = False
+    """Whether the answer tells when its tokens came."""
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to report at each place of the prompt."""
     token_ids: bool = False
@@ -129,6 +131,8 @@ class Service:
     """Most log-probabilities that a request may ask for at each place; -1: of the whole vocabulary."""
     force_usage: bool = False
     """Whether every chunk of a stream has the usage so far, asked for or not."""
+    request_metrics: bool = False
+    """Whether answers tell when their tokens came."""
     tokenizer_class: str | None = None
     """As the checkpoint's ``tokenizer_config.json`` names it."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -438,7 +442,8 @@ class Service:
         return PreparedRequest(
             base, body.model or self.name, jobs,
             prompt_logprobs=self.vocab_size if body.prompt_logprobs == -1 else body.prompt_logprobs,
-            token_ids=bool(body.return_token_ids), named_by_id=bool(body.return_tokens_as_token_ids),
+            timed=self.request_metrics, token_ids=bool(body.return_token_ids),
+            named_by_id=bool(body.return_tokens_as_token_ids),
         )  # fmt: skip
 
 
