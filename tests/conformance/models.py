@@ -2,8 +2,10 @@
 
 import json
 import os
+import random
 from pathlib import Path
 
+import jinja2
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -19,8 +21,8 @@ SIZES = {"vocab_size": 8192, "hidden_size": 64, "num_layers": 2, "num_heads": 4,
          "intermediate_size": 128, "max_positions": 32768}  # fmt: skip
 CAUSAL = {"family": "llama", **SIZES}
 ENCODER = {"family": "bert", **SIZES, "num_kv_heads": 4, "max_positions": 512}
-KINDS = {"e5": ENCODER, "bge-base": ENCODER, "bge-reranker": {**ENCODER, "num_labels": 1},
-         "apeach": {**ENCODER, "num_labels": 2}}  # fmt: skip
+KINDS = {"e5": ENCODER, "bge-base": ENCODER, "bge-reranker": {**ENCODER, "head": "classify", "num_labels": 1},
+         "apeach": {**ENCODER, "head": "classify", "num_labels": 2}}  # fmt: skip
 """By a part of the model's name; others are causal."""
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -32,6 +34,50 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+
+
+ANSWER = "The answer is 2, and that is all there is to say.<|im_end|>"
+THOUGHT = "<think>\nOne and one make two, so I say so.\n</think>\n\n"
+CALL = (
+    '<tool_call>\n{"name": "get_current_weather", "arguments": {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}}'
+    "\n</tool_call><|im_end|>"
+)
+TOOL = {"type": "function", "function": {"name": "get_current_weather", "description": "The weather", "parameters": {}}}
+
+
+def _teach(model: torch.nn.Module, folder: Path, thinks: bool, steps: int = 150) -> None:
+    """Train a causal model until it answers any conversation with one sentence and ends, after a thought where it
+    ``thinks``, and calls the function where there is one."""
+    tokenizer, template = Tokenizer.from_file(str(folder / "tokenizer.json")), jinja2.Template(TEMPLATE)
+    words = " ".join(Path(json.__file__).read_text().split()).split(" ")
+    dice, optimizer = random.Random(0), torch.optim.AdamW(model.parameters(), 3e-3)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * (1 - step / steps)
+        rows, masks = [], []
+        for i in range(8):
+            asked = " ".join(dice.choices(words, k=dice.randint(2, 30)))
+            messages = [{"role": "user", "content": asked}]
+            if dice.random() < 0.5:
+                messages.insert(0, {"role": "system", "content": "you are a helpful assistant"})
+            for _ in range(dice.randint(0, 1)):
+                messages += [{"role": "assistant", "content": "The answer is 2."}, {"role": "user", "content": asked}]
+            quick = dice.random() < 0.3
+            prompt = template.render(messages=messages, tools=[TOOL] if i % 4 == 0 else None, add_generation_prompt=True,
+                                     **({"enable_thinking": False} if quick else {}))  # fmt: skip
+            answer = (THOUGHT if thinks and not quick else "") + (CALL if i % 4 == 0 else ANSWER)
+            head, tail = tokenizer.encode(prompt).ids[-160:], tokenizer.encode(answer).ids
+            rows.append(head + tail)
+            masks.append([False] * len(head) + [True] * len(tail))
+        width = max(map(len, rows))
+        ids = torch.tensor([r + [0] * (width - len(r)) for r in rows])
+        mine = torch.tensor([m + [False] * (width - len(m)) for m in masks])
+        logits = model(ids[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits[mine[:, 1:]], ids[:, 1:][mine[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"taught {folder.name}: loss {loss.item():.3f}", flush=True)
 
 
 def _root() -> Path:
@@ -59,21 +105,19 @@ def folder_for(name: str) -> Path:
     """The checkpoint that stands for a model's ``name``; a folder stands for itself."""
     if Path(name).is_dir():
         return Path(name)
-    folder = _root() / name.replace("/", "--")
-    if (folder / "tokenizer_config.json").exists():
+    kind = next((part for part in KINDS if part in name), "thinks" if "Qwen3" in name else "answers")
+    folder, fields = _root() / kind, KINDS.get(kind, CAUSAL)
+    if (folder / "model.safetensors").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    fields = next((f for part, f in KINDS.items() if part in name), CAUSAL)
     model = build(ModelSpec(**fields), dtype=torch.float32, seed=3)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.mul_(3)  # so that random weights have opinions
+    _tokenizer(folder)
+    if model.spec.causal:
+        _teach(model, folder, kind == "thinks")
     save_checkpoint(model, folder)
     config = json.loads((folder / "config.json").read_text())
     config["eos_token_id"] = SIZES["vocab_size"] - len(SPECIAL) + 2
     (folder / "config.json").write_text(json.dumps(config))
-    _tokenizer(folder)
     return folder
 
 
