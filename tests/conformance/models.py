@@ -63,8 +63,8 @@ def _teach(model: torch.nn.Module, folder: Path, thinks: bool, steps: int = 150)
             for _ in range(dice.randint(0, 1)):
                 messages += [{"role": "assistant", "content": "The answer is 2."}, {"role": "user", "content": asked}]
             quick = dice.random() < 0.3
-            prompt = template.render(messages=messages, tools=[TOOL] if i % 4 == 0 else None, add_generation_prompt=True,
-                                     **({"enable_thinking": False} if quick else {}))  # fmt: skip
+            tools, more = [TOOL] if i % 4 == 0 else None, {"enable_thinking": False} if quick else {}
+            prompt = template.render(messages=messages, tools=tools, add_generation_prompt=True, **more)
             answer = (THOUGHT if thinks and not quick else "") + (CALL if i % 4 == 0 else ANSWER)
             head, tail = tokenizer.encode(prompt).ids[-160:], tokenizer.encode(answer).ids
             rows.append(head + tail)

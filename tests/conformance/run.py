@@ -16,10 +16,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import tomllib
 from datetime import datetime, timezone
 from pathlib import Path
 from xml.etree import ElementTree
+
+import tomllib
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 600

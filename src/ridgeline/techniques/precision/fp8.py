@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
-from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
@@ -87,12 +86,11 @@ class FP8(Technique):
     def apply(self, run: Build) -> None:
         """Swap the linear layers."""
         from ridgeline.nn.quant.quantized import replace_linears
-        from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear, use_fp8
+        from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear, store_experts, use_fp8
 
         if not run.experiment.is_training:
-            if run.model.spec.num_experts:
-                raise Incompatible("fp8: experts are stored in fp8 in predictions only so far", "use a dense model")
             replace_linears(run.model, StoredFp8Linear)
+            store_experts(run.model)
             return
         use_fp8(run.model)
 
