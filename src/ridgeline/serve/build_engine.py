@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from ridgeline import catalog
+from ridgeline.nn.checkpoint.files import config_dtype, read_config
 from ridgeline.nn.memory.decoder import find_decoder
 from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.nn.quant.torch_codes import multiplies_bf16
 from ridgeline.runtime.batch_order import CostOrderedBatches, free
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.serve_build import Drafts, ServeBuild
@@ -169,14 +171,24 @@ def load_engine(
     checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, cluster: Cluster | None = None, **workload: object
 ) -> Engine:
     """An engine for a checkpoint on this machine, with fields of :class:`Serve` as ``workload``. ``cluster``: this
-    machine with less memory."""
+    machine with less memory. A dtype that is left to us is :func:`default_dtype`'s."""
     catalog.allow_unprobed()
     w = Serve(**{"checkpoint": str(checkpoint), "prompt_len": 1, "output_len": 1, **workload})
+    if w.dtype == "auto":
+        w = w.model_copy(update={"dtype": default_dtype(checkpoint)})
     calls = Plan.parse(list(plan))
     world = math.prod(mesh_axes("serve", techniques_of(calls)).values())
     cluster = cluster or catalog.cluster(f"{world}xlocal")
     e = Experiment(model=ModelSpec.from_path(checkpoint), cluster=cluster, workload=w, plan=calls)
     return make_engine(e, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def default_dtype(checkpoint: Path) -> str:
+    """The dtype that a checkpoint is served in unless the user says otherwise: "auto", which is bf16 on a GPU and fp32
+    on a CPU; bf16 for weights in bf16 on a CPU that multiplies it (AVX512-BF16, AMX; others take two to four times as
+    long as in fp32)."""
+    stored = config_dtype(checkpoint) is torch.bfloat16 and "quantization_config" not in read_config(checkpoint)
+    return "bf16" if stored and not torch.cuda.is_available() and multiplies_bf16() else "auto"
 
 
 def _free(run: ServeBuild) -> float:
