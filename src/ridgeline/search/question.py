@@ -11,7 +11,7 @@ from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
-from ridgeline.spec.workload import TRAINING_TASKS, Workload
+from ridgeline.spec.workload import TRAINING_TASKS, Serve, Workload
 from ridgeline.techniques.registry import check_apart, registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
@@ -22,6 +22,9 @@ HIGHER = frozenset({
     "kv_cache_tokens",
 })  # fmt: skip
 """Metrics of which higher is better; of all others, lower is."""
+
+KEEPS_UP = 0.95
+"""Share of the arrival rate from which an engine is taken to keep up: the last requests of a simulation end alone."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,12 @@ class Question:
         return Experiment.model_construct(model=self.model, cluster=cluster, workload=self.workload, plan=self.fixed)
 
     def rank(self, metrics: Mapping[str, float]) -> float:
-        """The goal as a number of which less is better."""
+        """The goal as a number of which less is better. Engines that keep up with the arrivals have equal throughput:
+        the load's."""
         value = metrics[self.metric]
+        rate = self.workload.rate if isinstance(self.workload, Serve) else None
+        if rate and self.metric == "tokens_per_s" and metrics.get("requests_per_s"):
+            value = min(value, KEEPS_UP * rate * value / metrics["requests_per_s"])
         return -value if self.metric in HIGHER else value
 
     def misses(self, metrics: Mapping[str, float]) -> list[str]:

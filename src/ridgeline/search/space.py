@@ -114,14 +114,6 @@ def with_settled(base: Experiment, chosen: Set, settled: Set) -> Set:
     return chosen
 
 
-def kind_of(e: Experiment) -> tuple[str, ...]:
-    """What two plans differ in, if they differ in more than degrees and options: how the model and its states are
-    divided, moved and recomputed, and what was traded for quality."""
-    cards = {c.name: registry()[c.name] for c in e.plan.calls}
-    same = (n for n, cls in cards.items() if cls.phase != "compile" or not (cls.card.lossless or cls.card.standard))
-    return tuple(sorted(same))
-
-
 def splits_batch(placement: Set) -> bool:
     """Whether it makes data-parallel ranks work together."""
     return any("batch_split" in t.parts for t in placement)
