@@ -163,7 +163,7 @@ def test_the_4090_scales_better_than_the_3090():
 def test_nvlink_bridges_help_the_rtx_3090():
     """Reported: about 10 %. A bridge joins two cards; the ring then crosses the host half as often."""
     device = catalog.device("rtx3090")
-    bridge = {"name": "NVLink bridge", "bandwidth": 56.25e9, "p2p": True, "spans": [[2, 21e9]]}
+    bridge = {"name": "NVLink bridge", "bandwidth": 56.25e9, "p2p": True, "spans": [[2, 25e9]]}
     bridged = device.model_copy(update={"link": device.link.model_copy(update=bridge)})
     plan = ["zero:stage=3", "recompute"]
     gain = rate(plan, "8xrtx3090", each=64, device=bridged) / rate(plan, "8xrtx3090", each=64)

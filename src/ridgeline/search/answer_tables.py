@@ -91,7 +91,7 @@ def trade(t: Tried, first: Tried, goal: str) -> str:
                 change = t.metrics[key] / first.metrics[key] - 1
                 if abs(change) >= ALIKE:
                     costs.append(f"{name} {percent(abs(change))} {'longer' if change > 0 else 'shorter'}")
-    elif abs(t.over / first.over - 1) >= ALIKE:
+    elif abs(t.over - first.over) >= ALIKE:
         costs.append(f"{size(max(0.0, t.quick.limit - t.metrics['peak_bytes']))} spare")
     return f"{difference(t.kind, first.kind) or 'other devices'}: {', '.join(costs) or 'equal'}"
 

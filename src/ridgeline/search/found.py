@@ -18,7 +18,7 @@ KEPT = 5
 """Answers, and nearest misses."""
 
 ALIKE = 0.03
-"""A gain of less is none."""
+"""A gain of less, in the goal, in latency or of the device's memory, is none."""
 
 WORTH = 1.4
 """Other kinds that miss the goal by more are no alternatives."""
@@ -87,10 +87,12 @@ class Tried:
         fewer = len(self.names) < len(other.names) or len(self.unvalidated) < len(other.unvalidated)
         if fewer or self.experiment.cluster.size < other.experiment.cluster.size:
             return True
-        serving = self.experiment.task == "serve"
+        if self.experiment.task != "serve" and (other.over - self.over) >= ALIKE:
+            return True
+        latencies = ("ttft_s", "tpot_s") if self.experiment.task == "serve" else ()
         return any(
             (self.metrics[m] / other.metrics[m] - 1) * (1 if m in HIGHER else -1) >= ALIKE
-            for m in (q.metric, *(("ttft_s", "tpot_s") if serving else ("peak_bytes",)))
+            for m in (q.metric, *latencies)
             if other.metrics.get(m)
         )
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ridgeline.predict.serving.arrivals import REQUESTS
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.experiment import Experiment
@@ -23,8 +24,8 @@ HIGHER = frozenset({
 })  # fmt: skip
 """Metrics of which higher is better; of all others, lower is."""
 
-KEEPS_UP = 0.95
-"""Share of the arrival rate from which an engine is taken to keep up: the last requests of a simulation end alone."""
+FALLS_BEHIND = 0.1
+"""Share of a simulation's requests that wait at its end, from which an engine is taken not to keep up with arrivals."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,12 @@ class Question:
         """The goal as a number of which less is better. Engines that keep up with the arrivals have equal throughput:
         the load's."""
         value = metrics[self.metric]
-        rate = self.workload.rate if isinstance(self.workload, Serve) else None
-        if rate and self.metric == "tokens_per_s" and metrics.get("requests_per_s"):
-            value = min(value, KEEPS_UP * rate * value / metrics["requests_per_s"])
+        w, served = self.workload, metrics.get("requests_per_s")
+        if self.metric == "tokens_per_s" and isinstance(w, Serve) and w.rate and served:
+            offered = float(f"{w.rate * value / served:.9g}")
+            # A queue that grows to the end holds back twice the mean latency's worth of requests.
+            backlog = 2 * metrics["e2e_s"] * served / (w.requests or REQUESTS)
+            value = offered if backlog < FALLS_BEHIND else min(value, (1 - FALLS_BEHIND) * offered)
         return -value if self.metric in HIGHER else value
 
     def misses(self, metrics: Mapping[str, float]) -> list[str]:

@@ -91,7 +91,7 @@ def search(
     if question.training and question.goal != "memory" and answer.best:
         _look_around(question, bases, spaces, answer.best[0], found)
     for t in answer.best:
-        found.kinds[t.kind] = _without_idle(t, settled.techniques)
+        found.kinds[t.kind] = without_idle(t, settled.techniques)
     if question.training and question.goal != "memory" and answer.best:  # beyond the bound's reach it is incomplete
         limit = SLACK * min(t.weighed(question) for t in answer.best)
         found.front = [t for t in found.front if t.weighed(question) <= limit]
@@ -117,7 +117,7 @@ def _look_around(q: Question, bases: list[Experiment], spaces: list[Slots], best
                     _judge(q, e, quick(e, techniques), found)
 
 
-def _without_idle(t: Tried, always: Set) -> Tried:
+def without_idle(t: Tried, always: Set) -> Tried:
     """The plan without those techniques among ``always`` that change no metric in it by ``_NOTHING``."""
     for technique in always:
         calls = tuple(c for c in t.experiment.plan.calls if c.name != technique.card.name)

@@ -20,7 +20,7 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Training
-from ridgeline.techniques.registry import check_techniques, in_order, mesh_axes, registry, resolve, techniques_of
+from ridgeline.techniques.registry import check_techniques, in_order, mesh_axes, resolve, techniques_of
 from ridgeline.techniques.technique import Technique
 
 GROUPS = ("mesh", "shape", "split", "placement")
