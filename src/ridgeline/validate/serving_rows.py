@@ -27,6 +27,9 @@ REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "
 
 JITTER = 0.064
 """Default coefficient of variation of lengths: drawn uniformly within a fifth of the longest."""
+SPREAD = 0.03
+"""The same of the lengths of clients of whom nothing is known. Exactly equal clients would stay in step for ever, and
+every prompt wait for all others."""
 WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
 
@@ -36,9 +39,8 @@ ALONE = ", fields only"
 
 def stated(prompt: int, output: int) -> dict[str, Any]:
     """Workload fields as the row has them, with the engine's own token budget, for any backend. All clients start at
-    once; lengths vary by a few percent about the stated ones, without which equal clients would stay in step for ever
-    and every prompt wait for all others."""
-    return {"prompt_len": prompt, "output_len": output, "length_cv": JITTER}
+    once; lengths vary by a few percent about the stated ones."""
+    return {"prompt_len": prompt, "output_len": output, "length_cv": SPREAD}
 
 
 def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, Any]:
