@@ -33,6 +33,8 @@ every prompt wait for all others."""
 WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
 
+_BUDGET = 2048
+
 ALONE = ", fields only"
 """Suffix of the groups of predictions that use nothing from the judged rows."""
 
@@ -47,11 +49,13 @@ def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, A
     """Workload fields of the load generator taken to be behind a backend's rows.
 
     The files do not say; these assumptions were inferred from the open rows. vLLM: lengths drawn evenly between 0.8 and
-    1 of the stated ones, so that clients fall out of step. TensorRT-LLM: exact lengths, and a token budget of one
-    prompt beside the decoding batch (its times to the first token are the same multiple of a prefill at every length).
+    1 of the stated ones, so that clients fall out of step. TensorRT-LLM: exact lengths, and a token budget of 2048, or of
+    one long prompt beside the decoding batch (whose time to the first token is the same multiple of a prefill at every
+    length).
     """
     if backend == "trtllm":
-        return {"prompt_len": prompt, "output_len": output, "max_num_batched_tokens": prompt + clients}
+        budget = max(_BUDGET, prompt + clients)
+        return {"prompt_len": prompt, "output_len": output, "max_num_batched_tokens": budget}
     mean = {"prompt_len": max(1, round(0.9 * prompt)), "output_len": max(1, round(0.9 * output))}
     return {**mean, "length_cv": JITTER}
 
