@@ -264,8 +264,11 @@ def _place(
             kept = max(kept, timed.peak.get("activations", 0.0) + timed.peak.get("temporaries", 0.0))
         if not timed.states_fit:
             found.too_large.add(kind)
-        if _judge(q, e, timed, found):
-            fits = q.training or not offloads(placement)  # generations differ in what they offload: all are compared
+        judged = _judge(q, e, timed, found)
+        if timed.fits and not offloads(placement) and "peak_bytes" not in q.slo:
+            fits = True  # what misses another limit from the device's memory misses it by more from elsewhere
+        if judged:
+            fits = fits or q.training or not offloads(placement)  # generations differ in what they offload: compare all
             found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
             seconds = timed.metrics.get("step_time_s", math.inf) * weight
             found.faster(seconds)

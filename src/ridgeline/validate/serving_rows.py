@@ -49,9 +49,9 @@ def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, A
     """Workload fields of the load generator taken to be behind a backend's rows.
 
     The files do not say; these assumptions were inferred from the open rows. vLLM: lengths drawn evenly between 0.8 and
-    1 of the stated ones, so that clients fall out of step. TensorRT-LLM: exact lengths, and a token budget of 2048, or of
-    one long prompt beside the decoding batch (whose time to the first token is the same multiple of a prefill at every
-    length).
+    1 of the stated ones, so that clients fall out of step. TensorRT-LLM: exact lengths, and a token budget of 2048, or
+    of one long prompt beside the decoding batch (whose time to the first token is the same multiple of a prefill at
+    every length).
     """
     if backend == "trtllm":
         budget = max(_BUDGET, prompt + clients)
