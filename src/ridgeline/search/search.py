@@ -88,7 +88,7 @@ def search(
         for left in parts[done:]:  # what a worker that was killed has left
             found.merge(run(left))
     answer = Answer(question, found, settled.evidence, settled.without_effect, 0.0)
-    if question.training and question.goal != "memory" and answer.best:
+    if question.training and question.goal != "memory" and answer.best and not first_feasible:
         _look_around(question, bases, spaces, answer.best[0], found)
     for t in answer.best:
         found.kinds[t.kind] = without_idle(t, settled.techniques)
