@@ -29,7 +29,7 @@ def answer_tables(a: Answer) -> list[Table]:
     """The best plan and the best ones of other kinds, then the front."""
     q = a.question
     tables = [_table(f"Best plans for {q.model.name} on {q.cluster.label}, goal {q.goal}", a.best, q.metric)]
-    tables[0].notes += [_counts(a), *(f"{name}: always on, {why}" for name, why in a.settled.items())]
+    tables[0].notes += [_counts(a), *(f"{name}: {_where(name, a)}, {why}" for name, why in a.settled.items())]
     lossy = {c.name for t in a.best for c in t.experiment.plan.calls if not registry()[c.name].card.lossless}
     tables[0].notes += [f"{name} may change quality: {registry()[name].card.quality}" for name in sorted(lossy)]
     if left := q.left_to_the_user():
@@ -94,6 +94,11 @@ def trade(t: Tried, first: Tried, goal: str) -> str:
     elif abs(t.over - first.over) >= ALIKE:
         costs.append(f"{size(max(0.0, t.quick.limit - t.metrics['peak_bytes']))} spare")
     return f"{difference(t.kind, first.kind) or 'other devices'}: {', '.join(costs) or 'equal'}"
+
+
+def _where(name: str, a: Answer) -> str:
+    """Of a settled technique: some plans cannot have it, and in some it does nothing."""
+    return "always on" if all(name in t.names for t in a.best) else "on where it can be and changes something"
 
 
 def _counts(a: Answer) -> str:
