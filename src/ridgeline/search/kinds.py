@@ -7,7 +7,7 @@ from ridgeline.techniques.parts import Part
 from ridgeline.techniques.registry import techniques_of
 from ridgeline.techniques.technique import Technique
 
-_AXES = {"pp": "pipeline", "tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}
+_AXES = {"pp": "pipeline stages", "tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}
 _MOVED: dict[Part, str] = {
     "optimizer": "optimizer offload", "activations": "activation offload", "resting_weights": "weight offload",
 }  # fmt: skip
