@@ -1,26 +1,22 @@
 """Elastic training: ranks killed with SIGKILL, machines lost and added; the losses are those of an undisturbed run."""
 
 import contextlib
-import json
 import math
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.training import MODEL, experiment
+from tests.training import experiment
 from tests.world import world
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ridgeline.jobs.job import TrainOptions, train_job
-from ridgeline.jobs.launch import JobFailed, free_port, run_job
+from ridgeline.jobs.launch import JobFailed, run_job
 from ridgeline.jobs.restart import memory_folder, restarts, run_with_restarts
 from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
@@ -170,7 +166,7 @@ def test_the_directory_in_memory(tmp_path):
 
 def test_too_little_memory_is_said_before_training(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))
-    with pytest.raises(UserError, match="two copies of .* do not fit") as error:
+    with pytest.raises(UserError, match=r"two copies of .* do not fit") as error:
         MemoryCopies(Trainer(experiment(corpus, "elastic")), tmp_path)
     assert "--shm-size" in error.value.fix
 

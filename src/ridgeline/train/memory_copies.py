@@ -65,7 +65,7 @@ class MemoryCopies:
         free = shutil.disk_usage(self.folder).free + sum(_size(f) for f in self.folder.rglob("*") if f.is_file())
         if 2 * each > free:
             raise UserError(
-                f"elastic: two copies of {each / 1e9:.2f} GB do not fit into {self.folder}, which has {free / 1e9:.2f} GB",
+                f"elastic: two copies of {each / 1e9:.2f} GB do not fit into the {free / 1e9:.2f} GB of {self.folder}",
                 "give --memory-dir a larger one (a container's /dev/shm grows with --shm-size), or use more machines",
             )
 

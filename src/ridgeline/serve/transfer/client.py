@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ridgeline.serve.request import Sampling, TokenLogprob
-from ridgeline.serve.transfer.connection import BUFFER, Connection, LoopThread, Lost
+from ridgeline.serve.transfer.connection import Connection, LoopThread, Lost, connected
 from ridgeline.serve.transfer.counts import TransferCounts
 from ridgeline.serve.transfer.frames import BadPeer, Frame, Kind
 from ridgeline.serve.transfer.imports import Imports, Prompt
@@ -58,8 +59,9 @@ class PrefillClient:
 
     def __init__(
         self, imports: Imports, post: Post, secret: bytes, fingerprint: str, counts: TransferCounts,
-        say: Callable[[str], None],
+        say: Callable[[str], None], tls: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
+        self._tls = tls
         self.imports, self.post, self.counts, self.say = imports, post, counts, say
         self._secret, self._fingerprint = secret, fingerprint
         self._peers: dict[str, Peer] = {}
@@ -150,12 +152,7 @@ class PrefillClient:
         return f"prompts computed here instead: {len(peer.waiting)}"
 
     async def _connect(self, peer: Peer) -> Connection:
-        host, _, port = peer.address.rpartition(":")
-        try:
-            opening = asyncio.open_connection(host.strip("[]"), int(port), limit=BUFFER)
-            connection = Connection(*await asyncio.wait_for(opening, CONNECT))
-        except (OSError, ValueError, asyncio.TimeoutError) as e:
-            raise Lost(str(e) or f"no connection within {CONNECT:g} s") from None
+        connection = await connected(peer.address, CONNECT, self._tls)
         try:
             await connection.greet(self._secret, self._fingerprint, asks=True)
         except BaseException:
