@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 LINES = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
 
 
-@pytest.mark.nightly  # compiles every kernel for every level of instruction set, and needs an index for the build backend
+@pytest.mark.nightly  # compiles kernels for every level of instruction set; needs an index for the build backend
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_the_wheel_of_the_image_serves_without_a_compiler(tmp_path):
     context = tmp_path / "source"
