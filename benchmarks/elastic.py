@@ -2,7 +2,7 @@
 
     python benchmarks/elastic.py --minutes 30 --ranks 2 --json benchmarks/results/elastic.json
 
-Trains with ``elastic`` and ``--plan`` for so many minutes, while one rank, at random, is killed after a random number of
+Trains with ``elastic`` and ``--plan`` for so many minutes, while a rank, at random, is killed after a random number of
 steps, at a random moment of the step or of the copy after it. Then trains the same steps without copies and without
 kills. Counts the steps lost by each kill, the seconds from the kill to the next step, and what a copy adds to a step.
 """
@@ -32,8 +32,8 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.registry import normalize
 
-SPEC = ModelSpec(family="llama", vocab_size=2048, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=64,
-                 intermediate_size=704, max_positions=256, tie_embeddings=False)  # fmt: skip
+SPEC = ModelSpec(family="llama", vocab_size=2048, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=4,
+                 head_dim=64, intermediate_size=704, max_positions=256, tie_embeddings=False)  # fmt: skip
 
 
 class Killer:

@@ -2,7 +2,7 @@
 
     python benchmarks/splitwise_fuzz.py --minutes 4 --json benchmarks/results/splitwise_fuzz.json
 
-Servers are processes (``ridgeline serve --role …``) that are ended with SIGKILL, suspended with SIGSTOP, and some of which
+Servers are processes (``ridgeline serve``) that are ended with SIGKILL, suspended with SIGSTOP, and some of which
 send keys and values that are not finite, of other shapes, twice, or not at all. Clients ask the router all the time.
 Every answer must be that of one server alone, and what was streamed before an error its beginning; a request fails
 without a token only where no server was up for 30 s; no server that stays may leak a block of its cache.
@@ -85,7 +85,7 @@ class Member:
     def start(self, role: str, spoiled: str = "") -> None:
         """Start a server here."""
         self.spoiled = spoiled
-        args = [str(self.checkpoint), "--port", str(self.port), "--role", role, "--kv-cache", "4MiB",
+        args = [str(self.checkpoint), "--port", str(self.port), "--kv-cache", "4MiB",
                 "--with", f"splitwise:role={role},whole_below=64"]  # fmt: skip
         if spoiled:
             command = [sys.executable, __file__, "--spoiled", spoiled, "--", *args]
@@ -173,6 +173,9 @@ class Fuzz:
             member.start(role)
         while not all(m.up for m in self.members[:4]):
             time.sleep(0.2)
+            for m in self.members[:4]:
+                if m.process is None or m.process.poll() is not None:
+                    raise SystemExit(m.log.read_text())
         self.expected = [answer(self.members[0].url, question(i)) for i in range(QUESTIONS)]
         assert all(tokens and not error for tokens, error in self.expected), self.expected
         port = free_port()
@@ -228,7 +231,7 @@ class Fuzz:
         time.sleep(15)  # suspended ones go on, lost peers are noticed
         text = _get(f"{self.url}/metrics", 20).decode()
         values = {name: float(v) for name, _, v in (row.rpartition(" ") for row in text.splitlines() if row[:1] != "#")}
-        watched = ("ridgeline_running", "ridgeline_waiting", "ridgeline_queued", "ridgeline_cache_used")
+        watched = ("ridgeline_running", "ridgeline_waiting", "ridgeline_queued", "ridgeline_kv_blocks_used")
         return {name: v for name, v in values.items() if name.startswith(watched) and v}
 
     def end(self) -> None:

@@ -1,22 +1,29 @@
 """Elastic training: ranks killed with SIGKILL, machines lost and added; the losses are those of an undisturbed run."""
 
 import contextlib
+import json
 import math
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.training import experiment
+import tomli_w
+from tests.training import MODEL, experiment
 from tests.world import world
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from typer.testing import CliRunner
 
+from ridgeline.cli import app
 from ridgeline.jobs.job import TrainOptions, train_job
-from ridgeline.jobs.launch import JobFailed, run_job
+from ridgeline.jobs.launch import JobFailed, free_port, run_job
 from ridgeline.jobs.restart import memory_folder, restarts, run_with_restarts
 from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
@@ -195,3 +202,93 @@ def test_every_divides_the_cost_and_a_failure_costs_steps(corpus):
     lost = fifth.metrics["lost_per_failure_s"].value
     assert lost == pytest.approx(10 + 3 * step[2])
     assert fifth.metrics["lost_share"].value == pytest.approx(lost / (lost + 3600))
+
+
+# ---- from outside ---------------------------------------------------------------------------------------------------
+
+
+def file_of(folder, corpus, on, steps, *plan):
+    path = folder / "experiment.toml"
+    workload = {"kind": "pretrain", "seq_len": 16, "batch_size": 4, "steps": steps, "lr": 1e-3, "warmup_steps": 1,
+                "data": str(corpus)}  # fmt: skip
+    fields = {"model": MODEL.model_dump(mode="json", exclude_none=True), "on": on, "plan": list(plan)}
+    path.write_text(tomli_w.dumps({**fields, "workload": workload}), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("plan", "options", "says"), [
+    (["elastic"], ["--memory-dir", "/no/such/place"], "there is no directory /no/such/place"),
+    ([], ["--memory-dir", "/tmp"], "this one keeps none"),
+    (["elastic"], ["--backend", "hf"], "elastic"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_in_a_sentence(plan, options, says, corpus, tmp_path):
+    result = CliRunner().invoke(app, ["train", str(file_of(tmp_path, corpus, "1xlocal", 2, *plan)), *options])
+    assert isinstance(result.exception, UserError), result.output
+    assert says in str(result.exception)
+
+
+class Agent:
+    """torchrun on one of two machines, which has a memory of its own."""
+
+    def __init__(self, number, port, file, memory):
+        memory.mkdir()
+        self.number, self.memory = number, memory
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+                   "--max-restarts", "50", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+                   "--rdzv-id", "test", "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2",
+                   "-m", "ridgeline", "train", str(file), "--memory-dir", str(memory), "--timeout", "20",
+                   "--json"]  # fmt: skip
+        self.log = (memory.parent / f"{memory.name}.log").open("w+")
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, start_new_session=True,
+                                        env={**os.environ, "OMP_NUM_THREADS": "1",
+                                             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # fmt: skip
+
+    def said(self):
+        self.log.seek(0)
+        return self.log.read()
+
+    def step(self):
+        """The newest step of which a copy is here."""
+        return max((int(p.name.split("-")[1]) for p in self.memory.glob("ridgeline-test/step-*")), default=0)
+
+
+@pytest.mark.nightly  # starts torchrun and its ranks five times
+def test_torchrun_goes_on_without_a_lost_machine(corpus, tmp_path):
+    """A rank is killed, then a machine with its memory; another machine takes its place."""
+    steps = 60
+    file = file_of(tmp_path, corpus, "2x1xlocal", steps, "zero:stage=3", "elastic")
+    port = str(free_port())
+    agents = [Agent(i, port, file, tmp_path / f"memory{i}") for i in range(2)]
+
+    def wait(agent, step):
+        deadline = time.monotonic() + 240
+        while agent.step() < step:
+            assert time.monotonic() < deadline, agents[0].said() + agents[1].said()
+            time.sleep(0.02)
+
+    try:
+        wait(agents[0], 5)
+        (rank,) = [p for p in psutil.Process(agents[1].process.pid).children() if "train" in p.cmdline()]
+        rank.kill()
+        at = agents[0].step()
+        wait(agents[0], at + 5)
+        lost = agents.pop()
+        ranks = psutil.Process(lost.process.pid).children()
+        lost.process.kill()
+        for p in ranks:
+            p.kill()
+        shutil.rmtree(lost.memory)
+        agents.append(Agent(2, port, file, tmp_path / "memory2"))
+        for agent in agents:
+            assert agent.process.wait(300) == 0, agent.said()
+        said = "".join(agent.said() for agent in agents)
+        (result,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"losses"')]
+        e = experiment(corpus, "zero:stage=3", ranks=2, steps=steps)
+        straight = run_job(train_job(e, TrainOptions()))["losses"]
+        assert result["losses"] == pytest.approx(straight, rel=1e-5)
+        assert not list(agents[0].memory.iterdir()), "copies are removed at the end"
+    finally:
+        for agent in agents:
+            if agent.process.poll() is None:
+                os.killpg(agent.process.pid, signal.SIGKILL)
+            agent.log.close()
