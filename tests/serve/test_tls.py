@@ -119,6 +119,10 @@ def test_peers_of_a_swarm_check_each_other(ours, theirs):
     async def handle(owner, op, m, tensors):
         return Answer({"op": op}, {"twice": tensors["x"] * 2})
 
+    async def asked(address, context):
+        link = await Link.open(address, SECRET, "model", tls=context)
+        await link.ask("double", {"from": "x"}, {"x": torch.ones(1)}, 5.0)
+
     async def run():
         listener = Listener(SECRET, "model", handle, lambda name: None, lambda line: None, ours)
         address = f"127.0.0.1:{await listener.listen('127.0.0.1', 0)}"
@@ -129,8 +133,7 @@ def test_peers_of_a_swarm_check_each_other(ours, theirs):
         for tls in (theirs, Tls(theirs.cert, theirs.key, ours.ca), None):
             context = tls.connecting(named=False) if tls else None
             with pytest.raises(Lost) as error:
-                link = await Link.open(address, SECRET, "model", tls=context)
-                await link.ask("double", {"from": "x"}, {"x": torch.ones(1)}, 5.0)
+                await asked(address, context)
             refused.append(str(error.value))
         await listener.close()
         return answer, refused

@@ -18,6 +18,7 @@ from ridgeline.cli.base import (
     load,
     number_of_bytes,
     require_checkpoint,
+    require_package,
     say,
 )
 from ridgeline.cli.engine_options import Checkpoint, SecretFile, TlsCa, TlsCert, TlsKey, Tokenizer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ridgeline.spec.wire import Wire
     from ridgeline.swarm.client import Swarm
     from ridgeline.swarm.link import Shape
+    from ridgeline.swarm.peer import Peer
     from ridgeline.techniques.parallel.swarm import Swarm as Technique
 
 swarm = typer.Typer(no_args_is_help=True, help="Generate and train over peers that differ, come and go.")
@@ -43,6 +45,10 @@ Rtt = Annotated[float, typer.Option("--inject-rtt", min=0, help="Seconds of dela
 Rate = Annotated[str | None, typer.Option("--inject-rate", help="Bytes/s to limit each connection to: 25MB.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(min=1, max=65535, help="Port for Prometheus metrics of all members (HTTP, on --host)."),
+]
 Reach = Annotated[str, typer.Option(help="Host by which others reach this machine, if not --host.")]
 
 
@@ -65,6 +71,7 @@ def serve(
     throughput: Annotated[float, typer.Option(min=0, help="Tokens/s to announce; 0: measure.")] = 0.0,
     announce_every: Annotated[float, typer.Option(min=0.1, help="Seconds between announcements.")] = 5.0,
     balance_every: Annotated[float, typer.Option(min=0, help="Seconds between looks at other blocks; 0: stay.")] = 60.0,
+    metrics_port: MetricsPort = None,
     inject_rtt: Rtt = 0.0,
     inject_rate: Rate = None,
 ) -> None:
@@ -78,9 +85,22 @@ def serve(
 
     async def start() -> None:
         address = await server.start(host, port, reach)
+        _show_metrics(server, host, metrics_port)
         say(f"next: ridgeline swarm generate {checkpoint} --join {address} --prompt TEXT")
 
     _run(start(), server.stop)
+
+
+def _show_metrics(peer: Peer, host: str, port: int | None) -> None:
+    """Serve metrics of the peer's swarm, if there is a port for them. For its event loop's thread."""
+    import asyncio
+
+    if port is None:
+        return
+    require_package("prometheus_client")
+    from ridgeline.swarm.metrics import SwarmMetrics
+
+    SwarmMetrics(peer, asyncio.get_running_loop()).listen(host, port)
 
 
 def _run(start: Coroutine[Any, Any, None], stop: Any) -> None:
@@ -279,6 +299,7 @@ def peer(
     port: Port = 0,
     reach: Reach = "",
     announce_every: Annotated[float, typer.Option(min=0.1, help="Seconds between announcements.")] = 5.0,
+    metrics_port: MetricsPort = None,
     inject_rtt: Rtt = 0.0,
     inject_rate: Rate = None,
 ) -> None:
@@ -295,6 +316,7 @@ def peer(
 
     async def start() -> None:
         await member.start(host, port, reach)
+        _show_metrics(member, host, metrics_port)
 
     _run(start(), member.stop)
 

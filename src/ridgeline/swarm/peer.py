@@ -113,7 +113,14 @@ class Peer:
         """Put a new announcement into this peer's own table."""
         self._number += 1
         self.table.put(
-            Announcement(peer=self.peer, number=self._number, address=self.address, left=left, **self.record())
+            Announcement(
+                peer=self.peer,
+                number=self._number,
+                address=self.address,
+                left=left,
+                refused=self.listener.refused,
+                **self.record(),
+            )
         )
 
     async def _keep_announcing(self) -> None:
