@@ -42,6 +42,8 @@ class Killer:
     def __init__(self, ranks: int, every: tuple[int, int], stop: float, seed: int) -> None:
         self.rng, self.ranks, self.every, self.stop = random.Random(seed), ranks, every, stop
         self.last, self.next, self.killed_at = 0, self._next(0), 0.0
+        self.again = False
+        """Whether the ranks have started again since the kill."""
         self.lost: list[int] = []
         self.recovery: list[float] = []
         self.seconds: list[float] = []
@@ -54,19 +56,20 @@ class Killer:
         """One message of rank 0."""
         now = time.monotonic()
         if "loss" in message:
-            if self.killed_at:
+            if self.killed_at and self.again:
                 self.recovery.append(now - self.killed_at)
-                self.killed_at = 0.0
-            elif self.times:
+                self.killed_at, self.again = 0.0, False
+            elif self.times and not self.killed_at:
                 self.seconds.append(now - self.times[-1])
             self.times.append(now)
             self.last = message["step"]
-            if self.last >= self.next and now < self.stop:
+            if self.last >= self.next and now < self.stop and not self.killed_at:
                 time.sleep(self.rng.uniform(0, 2 * statistics.median(self.seconds or [0.1])))
                 self._kill(self.rng.randrange(self.ranks))
                 self.killed_at, self.next = time.monotonic(), self._next(self.last)
         elif message.get("stage") == "training" and self.last:
             self.lost.append(self.last - message["step"])
+            self.again = True
 
     def _kill(self, rank: int) -> None:
         for p in psutil.Process().children(recursive=True):

@@ -131,7 +131,9 @@ class Peer:
     async def gossip(self, addresses: tuple[str, ...] = ()) -> bool:
         """Exchange announcements with peers, those at ``addresses`` or some that are known → whether any answered."""
         known = [a.address for a in self.table.live() if a.peer != self.peer]
-        chosen = addresses or tuple(self.rng.sample(known, min(ASKED, len(known)))) or self.join
+        # One that was given, too: after a split, the halves know of each other through no announcement any more.
+        given = (self.rng.choice(self.join),) if self.join else ()
+        chosen = dict.fromkeys(addresses or (*self.rng.sample(known, min(ASKED, len(known))), *given))
         found = await asyncio.gather(*(self._exchange(address) for address in chosen if address != self.address))
         return any(found)
 
