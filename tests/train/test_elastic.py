@@ -171,6 +171,11 @@ def test_the_directory_in_memory(tmp_path):
     assert "--memory-dir" in error.value.fix
 
 
+def test_a_command_without_restarts_does_not_ignore_it(corpus):
+    with pytest.raises(UserError, match="starts no lost rank again"):
+        run_job(train_job(experiment(corpus, "elastic"), TrainOptions()))
+
+
 def test_too_little_memory_is_said_before_training(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))
     with pytest.raises(UserError, match=r"two copies of .* do not fit") as error:

@@ -31,7 +31,7 @@ def restarts(limit: int | None, options: TrainOptions, default: int) -> int:
     if limit and not (kept or options.memory):
         raise UserError(
             f"--max-restarts {limit} needs checkpoints to start from, and this run keeps none",
-            "add --out DIRECTORY --save-every STEPS, or --with elastic; or --max-restarts 0",
+            "add --out DIRECTORY --save-every STEPS, or elastic to the plan; or give --max-restarts 0",
         )
     if limit is not None:
         return limit

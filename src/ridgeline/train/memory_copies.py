@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ridgeline.nn.parallel.collectives import local
+from ridgeline.runtime.gradients import holders
 from ridgeline.spec.errors import UserError
 from ridgeline.train.checkpoint import described, differences, load_tensors, save_tensors
 from ridgeline.train.trainer import Trainer
@@ -50,8 +52,6 @@ class MemoryCopies:
         self.machines = trainer.world // self.local
         # Files are sent through host memory, whatever the ranks' own backend is.
         self.group = dist.new_group(backend="gloo") if trainer.world > 1 else None
-        self.copied = 0
-        """Bytes that this rank has written, its neighbor's included."""
         # Machines that part and meet again may have computed the same step in two layouts.
         named: list[Any] = [uuid.uuid4().hex[:8]]
         if trainer.world > 1:
@@ -70,10 +70,12 @@ class MemoryCopies:
             )
 
     def _own_bytes(self) -> float:
-        """Bytes of this rank's part of a copy: weights, and two states of each that trains, at most."""
+        """Bytes of this rank's part of a copy: weights, and two fp32 states of each that trains. Ranks divide what they
+        hold alike."""
         t = self.trainer
-        held = sum(_local(p).nbytes / t.copies.get(p, t.world) for p in t.run.root.parameters())
-        return held + sum(8 * _local(p).numel() / t.copies[p] for p in t.parameters)
+        alike = t.world // (t.run.mesh.size("pp") if t.run.mesh else 1)
+        each = ((local(p), holders(p, alike), p.requires_grad) for p in t.run.root.parameters())
+        return sum((x.nbytes + 8 * x.numel() * trains) / ranks for x, ranks, trains in each)
 
     # ---- a copy ------------------------------------------------------------------------------------------------------
 
@@ -88,7 +90,6 @@ class MemoryCopies:
         self._barrier()
         with t.run.hooks.resident(False):
             save_tensors(t, draft)
-        self.copied += sum(_size(f) for f in draft.glob(f"__{t.rank}_*"))
         if self.machines > 1:
             self._send_to_neighbor(draft)
         self._describe(draft, losses)
@@ -119,7 +120,6 @@ class MemoryCopies:
                 w.wait()
             if i < len(names[source]):
                 _write(draft / name, held)
-                self.copied += size
 
     def _describe(self, draft: Path, losses: list[float]) -> None:
         """Write the step, its losses and the names of all files on every machine."""
@@ -203,12 +203,6 @@ def _complete(held: list[Held]) -> bool:
     """Whether the machines together have all files of a copy."""
     have = {name: size for h in held for name, size in h.have.items()}
     return METADATA in have and all(have.get(name) == size for name, size in held[0].wanted.items())
-
-
-def _local(p: Tensor) -> Tensor:
-    from ridgeline.nn.parallel.collectives import local
-
-    return local(p)
 
 
 def _size(file: Path) -> int:

@@ -69,10 +69,15 @@ def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, 
 
 
 def _copies(trainer: Trainer, options: TrainOptions) -> MemoryCopies | None:
-    """Where the plan has the state copied to memory, if it does."""
+    """Where the plan has the state copied to memory, if it does. Raises :class:`UserError` where there is no place."""
     from ridgeline.train.memory_copies import MemoryCopies
 
-    return MemoryCopies(trainer, Path(options.memory)) if options.memory else None
+    if options.memory:
+        return MemoryCopies(trainer, Path(options.memory))
+    if copies_every(trainer.experiment.plan):
+        raise UserError("the plan copies the state to memory, and this command starts no lost rank again",
+                        "use `ridgeline train`, or drop elastic")  # fmt: skip
+    return None
 
 
 def _run(
