@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 import tomli_w
+from tests.train.test_failure import _EVENTS as FILE_EVENTS
+from tests.train.test_failure import in_a_child
 from tests.training import MODEL, experiment
 from tests.world import world
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -127,6 +129,54 @@ def test_an_unfinished_copy_is_none(corpus, tmp_path):
     for file in (tmp_path / "machine0").glob("step-*/__0_*"):
         file.unlink()  # now nobody has rank 0's part
     assert world(2).run(on_machines, e, str(tmp_path), 1, 1)[0][0] == 0
+
+
+def test_a_kill_at_every_file_operation_of_copying(corpus, tmp_path):
+    """SIGKILL before the n-th file operation of a copy, for every n: the one before or the new one is whole."""
+    e = experiment(corpus, "elastic", steps=6)
+    _, losses = on_machines(0, e, str(tmp_path / "start"), 1, 2)
+    trainer = Trainer(e)
+    MemoryCopies(trainer, tmp_path / "start" / "machine0").resume()
+    losses.append(trainer.step().loss)
+
+    def copying(folder, n):
+        seen = 0
+
+        def hook(event, args):
+            nonlocal seen
+            if event in FILE_EVENTS and args and str(folder) in str(args[0]):
+                seen += 1
+                if seen == n:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        copies = MemoryCopies(trainer, folder)
+        sys.addaudithook(hook)
+        copies.save(losses)
+
+    n, found = 0, []
+    while True:
+        n += 1
+        folder = tmp_path / str(n)
+        shutil.copytree(tmp_path / "start" / "machine0", folder)
+        code = in_a_child(lambda: copying(folder, n))  # noqa: B023
+        found = MemoryCopies(Trainer(e), folder).resume()
+        assert found in (losses[:2], losses), f"after operation {n}"
+        assert len(list(folder.iterdir())) == 1, "nothing is left of the others"
+        shutil.rmtree(folder)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert n > 10, "it was killed at every operation"
+    assert found == losses
+
+
+def test_a_part_that_was_being_fetched_is_no_copy(corpus, tmp_path):
+    e = experiment(corpus, "zero:stage=3", "elastic", ranks=2, steps=6)
+    world(2).run(on_machines, e, str(tmp_path), 1, 3)
+    (whole,) = (tmp_path / "machine1").glob("step-*")
+    (whole / "state.json").unlink()
+    next(whole.glob("__1_*")).write_bytes(b"half")
+    assert world(2).run(on_machines, e, str(tmp_path), 1, 4)[0][0] == 3
 
 
 def test_copies_of_another_experiment_are_left_alone(corpus, tmp_path):

@@ -137,9 +137,16 @@ class MemoryCopies:
             (draft / STATE).write_text(state, encoding="utf-8")
 
     def _remove_but(self, place: Path) -> None:
-        for old in self.folder.iterdir():
+        self._remove_left()
+        for old in self.folder.glob("step-*"):
             if old != place:
-                shutil.rmtree(old, ignore_errors=True)
+                os.replace(old, self.folder / f".{old.name}.old")  # partly removed, it must not look like a copy
+        self._remove_left()
+
+    def _remove_left(self) -> None:
+        """Remove what is incomplete or partly removed."""
+        for left in self.folder.glob(".step-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     # ---- going on ----------------------------------------------------------------------------------------------------
 
@@ -173,6 +180,8 @@ class MemoryCopies:
         """This machine's part of every copy of this experiment."""
         found = {}
         for place in self.folder.glob("step-*"):
+            if not (place / STATE).is_file():  # it was being fetched, this last
+                continue
             state = json.loads((place / STATE).read_text(encoding="utf-8"))
             if not differences(state["experiment"], self.trainer):
                 found[place.name] = Held({f.name: _size(f) for f in place.iterdir()}, state["files"])
@@ -214,4 +223,6 @@ def _read(file: Path) -> Tensor:
 
 
 def _write(file: Path, data: Tensor) -> None:
-    file.write_bytes(data.numpy().tobytes())
+    part = file.with_name(f".{file.name}.part")
+    part.write_bytes(data.numpy().tobytes())
+    os.replace(part, file)
