@@ -1,10 +1,10 @@
-# make setup · demo · test · lint · docs · web · clean; before a release: test-all · test-cpus · test-matrix · test-peers
+# make setup · demo · test · lint · docs · web · gpu · clean; before a release: test-all · test-cpus · test-matrix · test-peers
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
-.PHONY: setup demo test test-all test-cpus test-matrix test-peers lint docs web clean
+.PHONY: setup demo test test-all test-cpus test-matrix test-peers lint docs web gpu gpu-wheels clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,21 @@ docs: setup
 # The page of `ridgeline web`, which is kept in the repository so that users need no Node.
 web:
 	cd web && npm ci && npm run build
+
+# Everything measured on this machine's GPU, beside its predictions, in parts of at most nine minutes. What is in the
+# folder already is not measured again. On a machine without the packages: make gpu PYTHON=python3 WHEELS=wheels
+GPU_RESULTS ?= gpu-results
+WHEELS ?=
+ANY_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu:
+	$(ANY_PYTHON) benchmarks/gpu/campaign --out $(GPU_RESULTS) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU)
+
+# Wheels of what a bare machine with PyTorch, Triton and transformers lacks, for Python 3.12 on x86-64.
+gpu-wheels:
+	$(ANY_PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	  $(foreach v,2_17 2_27 2_28 2_31 2_34,--platform manylinux_$(v)_x86_64) --platform manylinux2014_x86_64 \
+	  -c constraints.txt -d wheels pydantic pydantic-core annotated-types typing-inspection tomli-w fastapi starlette \
+	  uvicorn llguidance
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/architecture.md docs/catalogue.md docs/prediction-cards.md docs/studies docs/techniques

@@ -35,12 +35,14 @@ BUDGETS = {
     "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 320}),
     "train qft": ("llama-mini", ["flash_attention", "qft"], {"step": 1180}),
     "train moe": ("mixtral-tiny", LOW, {"step": 250}),
-    "serve": ("llama-mini", [], {"prefill": 59, "decode": 57}),
-    "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": 59, "decode": 57}),
-    "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"prefill": 103, "decode": 86}),
-    "serve moe": ("mixtral-tiny", [], {"prefill": 97, "decode": 95}),
+    "serve": ("llama-mini", [], {"prefill": 59, "decode": 14, "replayed": 43}),
+    "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": 59, "decode": 14, "replayed": 43}),
+    "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"prefill": 103, "decode": 14, "replayed": 72}),
+    "serve fp8": ("llama-mini", ["fp8"], {"prefill": 103, "decode": 14, "replayed": 86}),
+    "serve moe": ("mixtral-tiny", [], {"prefill": 97, "decode": 14, "replayed": 80}),
 }
-"""Model (two layers of it), plan, and most launches of each step: an addition of some per cent is to be noticed."""
+"""Model (two layers of it), plan, and most launches of each step: an addition of some per cent is to be noticed. Decode
+steps are recorded as CUDA graphs, of which ``replayed`` are the kernels."""
 
 
 TRACED = {}
@@ -72,6 +74,9 @@ def traced(tmp_path):
 @pytest.mark.parametrize("name", BUDGETS)
 def test_budgets(traced, name):
     for step, most in BUDGETS[name][2].items():
+        if step == "replayed":
+            assert 0 < traced[name]["decode"].replayed <= most
+            continue
         found = traced[name][step]
         assert not found.wrong
         assert 0 < found.launches <= most

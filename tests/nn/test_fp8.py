@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from tests.serving import model
 
 from ridgeline.nn.quant import codec
+from ridgeline.nn.quant.packed_model import PackedExperts
 from ridgeline.techniques.precision import fp8_linear_torch as fp8
 
 
@@ -104,3 +106,19 @@ def test_stored_weights_take_a_byte():
     x = torch.randn(5, 32)
     error = (stored(x) - layer(x)).norm() / layer(x).norm()
     assert 1e-4 < float(error) < 0.04
+
+
+@pytest.mark.parametrize("fields", [{}, {"moe_bias": True}, {"gated": False, "activation": "relu"}])
+def test_stored_experts_are_within_the_rounding_of_e4m3(fields):
+    made = model("mixtral-tiny", dtype=torch.float32, **fields)
+    tokens = torch.arange(1, 33)[None]
+    want = made(tokens)
+    dense = [layer.mlp.experts for layer in made.layers.values()]
+    fp8.store_experts(made)
+    for before, layer in zip(dense, made.layers.values(), strict=True):
+        assert isinstance(layer.mlp.experts, PackedExperts)
+        for stored, weight in zip(layer.mlp.experts.up_proj, before.up_proj, strict=True):
+            assert stored.codes.nbytes == weight.numel()
+            back = stored(torch.eye(weight.shape[1])).T
+            assert 1e-3 < (back - weight).norm() / weight.norm() < 0.04
+    assert 0 < (made(tokens) - want).norm() / want.norm() < 0.15

@@ -73,7 +73,7 @@ def one_thread_each(device):
 @pytest.mark.parametrize("on", [
     "8xa800-80g",
     pytest.param("8xrtx4090", marks=pytest.mark.xfail(strict=True, reason="over PCIe the same step without offload is"
-                 " predicted ten times as long as on A800: no more than 4 times slower")),
+                 " predicted many times as long as on A800: no more than 4 times slower")),
 ])  # fmt: skip
 def test_offload_is_20_to_36_times_slower(on, moved):
     """Reported of a server that is not named."""
@@ -146,24 +146,24 @@ def test_nvlink_scales_better_than_pcie():
 
 @pytest.mark.parametrize("on", [
     "rtx4090",
-    pytest.param("rtx3090", marks=pytest.mark.xfail(strict=True, reason="reported 0.859, predicted 0.937")),
+    pytest.param("rtx3090", marks=pytest.mark.xfail(strict=True, reason="reported 0.859, predicted 0.958")),
 ])  # fmt: skip
 def test_scaling_over_pcie(on):
     assert scaling(on, ["recompute"], 48) == pytest.approx(SCALING[on], rel=TRAINING)
 
 
-@pytest.mark.xfail(strict=True, reason="reported 0.908 > 0.859; predicted 0.894 < 0.937: the 3090 is slower, so that it"
+@pytest.mark.xfail(strict=True, reason="reported 0.908 > 0.859; predicted 0.928 < 0.958: the 3090 is slower, so that it"
                    " waits less for an equal link")  # fmt: skip
 def test_the_4090_scales_better_than_the_3090():
     assert scaling("rtx4090", ["recompute"], 48) > scaling("rtx3090", ["recompute"], 48)
 
 
-@pytest.mark.xfail(strict=True, reason="reported about 1.10, predicted 1.02: with 64 sequences a card the sums are"
-                   " hidden; 1.23 with 16, and the paper's batch is not known")  # fmt: skip
+@pytest.mark.xfail(strict=True, reason="reported about 1.10, predicted 1.01: with 16 and 64 sequences a card the"
+                   " sums are hidden; 1.40 with 8, and the paper's batch is not known")  # fmt: skip
 def test_nvlink_bridges_help_the_rtx_3090():
     """Reported: about 10 %. A bridge joins two cards; the ring then crosses the host half as often."""
     device = catalog.device("rtx3090")
-    bridge = {"name": "NVLink bridge", "bandwidth": 56.25e9, "p2p": True, "spans": [[2, 21e9]]}
+    bridge = {"name": "NVLink bridge", "bandwidth": 56.25e9, "p2p": True, "spans": [[2, 25e9]]}
     bridged = device.model_copy(update={"link": device.link.model_copy(update=bridge)})
     plan = ["zero:stage=3", "recompute"]
     gain = rate(plan, "8xrtx3090", each=64, device=bridged) / rate(plan, "8xrtx3090", each=64)

@@ -93,7 +93,7 @@ def test_the_dynamic_program_finds_the_best_of_all_cuts(seed):
 
 def test_costs_of_parts_add_up_to_the_predicted_computation():
     """On a single stage: the seconds of all parts and conversions are those of the whole graph's blocks."""
-    q = narrowed(question(micro_batch_size=4))
+    q = narrowed(question("4xa800-80g", micro_batch_size=4))
     answer = search(q, 1)
     points = [point_of(t.experiment) for t in answer.found.fitting.values() if t.experiment.parallel == {"tp": 4}]
     point = next(p for p in points if sharder(p.preset))

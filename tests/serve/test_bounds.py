@@ -209,7 +209,7 @@ def test_what_runs_does_not_wait_for_a_first_token(folder, body):
             asked = {"prompt": "a", "max_tokens": 20, **body}
             client = threading.Thread(target=lambda: answers.append(call(server, "/v1/completions", asked)))
             client.start()
-            server.wait(lambda: any(stream.started for stream in list(server.loop._streams.values())))
+            server.wait(lambda: any(stream.scheduled is not None for stream in list(server.loop._streams.values())))
             server.loop.limits = QueueLimits(first_token=0.0)
             client.join(60)
         assert answers[0][0] == 200, answers[0][2]

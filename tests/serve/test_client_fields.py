@@ -279,3 +279,45 @@ def test_a_conversation_is_embedded_as_its_text(server, template):
     assert made["data"] == text["data"]
     both = {**talk, "add_generation_prompt": True, "continue_final_message": True}
     assert "Cannot set both" in error(call(server, "/v1/embeddings", both)[2])["message"]
+
+
+def test_further_fields_of_a_message_are_the_templates(server, monkeypatch):
+    monkeypatch.setattr(server.service, "template", Template("{% for m in messages %}{{ m.mood }}|{% endfor %}", "t"))
+    body = {"messages": [{"role": "user", "content": "a", "mood": "glad"}, {"role": "user", "content": "b"}],
+            "max_tokens": 1, "return_token_ids": True}  # fmt: skip
+    status, _, text = call(server, "/v1/chat/completions", body)
+    assert status == 200, text
+    assert server.service.vocabulary.decode(json.loads(text)["prompt_token_ids"]) == "glad||"
+
+
+@pytest.mark.parametrize(("tokens", "names"), [(1, set()), (4, {"mean_itl_ms"})])
+@pytest.mark.parametrize("stream", [False, True])
+def test_when_the_tokens_came(server, monkeypatch, tokens, names, stream):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+
+    def answers(**more):
+        status, _, text = call(server, "/v1/chat/completions", {**body, **more})
+        assert status == 200, text
+        lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")] if stream else [text]
+        return [json.loads(line) for line in lines]
+
+    assert not any("metrics" in a for a in answers())
+    monkeypatch.setattr(server.service, "request_metrics", True)
+    *before, last = answers()
+    assert not any("metrics" in a for a in before)
+    expected = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "tokens_per_second", *names}
+    assert set(last["metrics"]) == expected
+    assert all(v >= 0 for v in last["metrics"].values())
+    assert last["metrics"]["time_to_first_token_ms"] >= last["metrics"]["queue_time_ms"]
+    assert not any("metrics" in a for a in answers(n=2))  # they are one output's
+
+
+def test_the_reason_comes_with_the_last_text(server):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "ignore_eos": True, "stream": True}
+    text = call(server, "/v1/chat/completions", body)[2]
+    choices = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
+    assert [c["finish_reason"] for c in choices[:-1]] == [None] * (len(choices) - 1)
+    assert choices[-1]["finish_reason"] == "length"
+    assert choices[-1]["delta"]["content"]

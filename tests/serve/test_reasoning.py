@@ -9,7 +9,7 @@ from tests.serve.test_tools import ASK, CALLED, FORMATS, ROME, TOOLS, both, said
 
 from ridgeline.data.examples import Template
 from ridgeline.serve.checkpoint_settings import Options
-from ridgeline.serve.reasoning import Reasoned, ReasoningCount
+from ridgeline.serve.reasoning import Reasoned, ReasoningCount, ThinkingBudget
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.tool_calls import Calls, id_maker
 from ridgeline.spec.errors import UserError
@@ -138,3 +138,47 @@ def test_usage_counts_reasoning_that_is_hidden_too(client, reasons):
         assert "".join(s for s in said if s) == ("So." if shown else "")
     made = client.responses.create(model="tiny", input="Hi", max_output_tokens=60, temperature=0)
     assert made.usage.output_tokens_details.reasoning_tokens == len("\nSo.\n")
+
+
+BEGIN, END = (1, 2), (3, 4)
+
+
+def written(budget, thinking, wishes):
+    """Tokens that a model writes which ``wishes`` for these, where nothing is due."""
+    limit, out = ThinkingBudget(BEGIN, END, budget, thinking), []
+    for wish in wishes:
+        due = limit.fork().allowed()
+        assert due == limit.allowed()
+        out.append(wish if due is None else due[0])
+        limit.accept(out[-1])
+    return out
+
+
+@pytest.mark.parametrize(("budget", "thinking", "wishes", "expected"), [
+    (3, True, [9] * 8, [9, 9, 9, 3, 4, 9, 9, 9]),
+    (0, True, [9] * 4, [3, 4, 9, 9]),
+    (3, False, [9] * 8, [9] * 8),  # an answer
+    (2, False, [1, 2, 9, 9, 9, 9, 9], [1, 2, 9, 9, 3, 4, 9]),
+    (9, True, [9, 3, 4, 9, 9, 9], [9, 3, 4, 9, 9, 9]),  # it ends by itself
+    (3, True, [9, 3, 4, 1, 2, 9, 9, 9, 9, 9], [9, 3, 4, 1, 2, 9, 9, 9, 3, 4]),  # and begins again
+    (2, True, [9, 3, 7, 7, 7], [9, 3, 3, 4, 7]),  # half a marker is none
+])  # fmt: skip
+def test_a_budget_ends_the_reasoning(budget, thinking, wishes, expected):
+    assert written(budget, thinking, wishes) == expected
+
+
+def test_a_budget_of_a_request(client, server, monkeypatch):
+    monkeypatch.setattr(server.service, "reasons", True)
+    monkeypatch.setattr(server.service, "template", Template(OPEN, "open"))
+    options = {"model": "tiny", "messages": ASK, "max_tokens": 40, "extra_body": {"thinking_token_budget": 5}}
+    choice = client.chat.completions.create(**options, temperature=0, n=2).choices[0]
+    assert choice.message.reasoning is None or len(choice.message.reasoning.encode()) <= 3 * 5
+    whole = client.chat.completions.create(**options).usage
+    assert whole.completion_tokens_details.reasoning_tokens == 5
+    with pytest.raises(openai.BadRequestError, match="give 0 or more"):
+        client.chat.completions.create(**{**options, "extra_body": {"thinking_token_budget": -1}})
+    with pytest.raises(openai.BadRequestError, match="no structure keeps"):
+        client.chat.completions.create(**options, response_format={"type": "json_object"})
+    monkeypatch.setattr(server.service, "reasons", False)
+    with pytest.raises(openai.BadRequestError, match="--reasoning-parser"):
+        client.chat.completions.create(**options)

@@ -87,7 +87,7 @@ class Slow:
         ({"stop": ["a"] * 17}, "stop", "16 items"),
         ({"logit_bias": {"999": 1.0}}, "logit_bias", "token 999"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias", "no token ids"),
-        ({"logprobs": 21}, "logprobs", "outside"),
+        ({"logprobs": 21}, "logprobs", "of 20 at most"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream only"),
         ({"guided_regex": "a"}, "guided_regex", "unknown field"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "stream_options.usage"),

@@ -1,13 +1,16 @@
 """What a server's start must not spend time on."""
 
+import json
 import subprocess
 import sys
 
+import pytest
 import torch
 from tests.compressing import LLAMA, checkpoint
 
 from ridgeline.nn.quant.packed_model import load_packed
-from ridgeline.serve.build_engine import load_engine
+from ridgeline.serve import build_engine
+from ridgeline.serve.build_engine import default_dtype, load_engine
 
 SLOW = ("torch.distributed.tensor", "sympy", "torch._dynamo", "transformers", "scipy")
 
@@ -37,3 +40,18 @@ def test_a_pool_takes_memory_when_it_is_used(tmp_path):
     engine = load_engine(checkpoint(tmp_path, LLAMA), kv_cache_bytes=1 << 32, max_model_len=64)
     assert engine.blocks.count > 1 << 16
     assert not engine.runner.pool()[0][:, :, -1].any()
+
+
+@pytest.mark.parametrize("able", [True, False])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_weights_in_bf16_stay_so_where_the_cpu_multiplies_it(tmp_path, monkeypatch, able, stored):
+    monkeypatch.setattr(build_engine, "multiplies_bf16", lambda: able)
+    source = checkpoint(tmp_path, LLAMA, dtype=stored)
+    low = able and stored is torch.bfloat16
+    assert default_dtype(source) == ("bf16" if low else "auto")
+    engine = load_engine(source, max_model_len=64, kv_cache_bytes=1 << 20)
+    assert engine.runner.pool()[0].dtype is (torch.bfloat16 if low else torch.float32)
+    if low:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
+        assert default_dtype(source) == "auto"

@@ -1,6 +1,7 @@
 """Tokens by their ids, and log-probabilities of prompts: vLLM's additions to completions and chats."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -102,3 +103,43 @@ def test_an_echo_has_its_own_number(server):
 def test_prompts_that_have_none(server, more):
     status, _, text = call(server, "/v1/completions", {"prompt": "a", "max_tokens": 2, "prompt_logprobs": 1, **more})
     assert (status, error(text)["param"]) == (400, "prompt_logprobs"), text
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_log_probabilities_of_the_whole_vocabulary(server, monkeypatch, path):
+    monkeypatch.setattr(server.service, "max_logprobs", -1)
+    size = server.service.vocab_size
+    whole = answer(server, path, prompt_logprobs=-1)
+    chat = "messages" in BOTH[path]
+    rows = (whole if chat else whole["choices"][0])["prompt_logprobs"]
+    assert rows[0] is None
+    assert all(len(row) == size for row in rows[1:])
+    assert all(sum(math.exp(e["logprob"]) for e in row.values()) == pytest.approx(1) for row in rows[1:])
+    asked = {"logprobs": True, "top_logprobs": -1} if chat else {"logprobs": -1}
+    entries = answer(server, path, **asked)["choices"][0]["logprobs"]
+    tops = [e["top_logprobs"] for e in entries["content"]] if chat else entries["top_logprobs"]
+    assert len(tops) == 6
+    if chat:  # names are keys in completions, and some tokens have the same
+        assert all(len(top) == size for top in tops)
+
+
+@pytest.mark.parametrize(("most", "asked", "fine"), [(20, 20, True), (20, 21, False), (20, -1, False), (0, 1, False),
+                                                     (30, 30, True), (-1, 257, True)])  # fmt: skip
+def test_the_server_bounds_log_probabilities(server, monkeypatch, most, asked, fine):
+    monkeypatch.setattr(server.service, "max_logprobs", most)
+    for path, more in (("/v1/completions", {"logprobs": asked}), ("/v1/completions", {"prompt_logprobs": asked}),
+                       ("/v1/chat/completions", {"logprobs": True, "top_logprobs": asked})):  # fmt: skip
+        got = call(server, path, {**BOTH[path], "max_tokens": 1, **more})
+        assert got[0] == (200 if fine else 400), got
+        if not fine:
+            assert f"of {most} at most" in error(got[2])["message"]
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_usage_in_every_chunk(server, monkeypatch, path):
+    monkeypatch.setattr(server.service, "force_usage", True)
+    chunks = answer(server, path, stream=True)
+    counts = [c["usage"]["completion_tokens"] for c in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+    assert chunks[-1]["choices"] == []

@@ -155,15 +155,8 @@ def test_calls_and_bytes_are_as_predicted(name, measured):
     assert {k: pytest.approx(v, abs=1e-6) for k, v in want.items()} == got
 
 
-MISSED = {
-    "latent attention and experts, sequence": "11 % too low: each layer that reads a gathered input keeps its own copy",
-}
-
-
 @pytest.mark.parametrize("name", named([*ROWS, *LOW_ROWS]))
-def test_memory_by_category_is_as_predicted(name, measured, request):
-    if name in MISSED:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=MISSED[name]))
+def test_memory_by_category_is_as_predicted(name, measured):
     predicted, ranks = measured(name)
     sizes = [sum(held.values()) for _, held in ranks]
     want = {m.category: m.bytes for m in predicted.memory}

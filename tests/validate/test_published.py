@@ -15,8 +15,10 @@ from ridgeline.validate.csv_table import CsvRow
 
 CLAIMED = 0.021
 """docs/accuracy.md: iteration times of Megatron 22B to 1T."""
-PTDP, PTD_OPEN, DEEPSPEED, HOPPER = 0.015, 0.017, 0.098, 0.022
+PTDP, PTD_OPEN, DEEPSPEED, HOPPER = 0.015, 0.017, 0.125, 0.022
 """docs/accuracy.md, runs of papers: Megatron-LM's scaling, beside ZeRO-3, ZeRO-3, and Nemotron-4 340B."""
+FP8_HOPPER, FP8_BLACKWELL = 0.043, 0.081
+"""docs/accuracy.md: fp8 on H100, and on B200 and GB200, none of them fitted."""
 
 STUDY = {  # arXiv:2205.05198, table 5: seconds of an iteration with full recomputation, and as the paper proposes
     "megatron-22B": (1.42, 1.10, 8, 1, 4, 4, 1),
@@ -51,6 +53,32 @@ NEMOTRON = [(1536, 768, 0.424), (3072, 1536, 0.423), (6144, 2304, 0.410)]
 and 12 pipeline stages, 8 interleaved on each."""
 LLAMA = [(8192, 2048, 8192, 1, 0.43), (16384, 2048, 8192, 1, 0.41), (16384, 128, 131072, 16, 0.38)]
 """arXiv:2407.21783, table 4: (GPUs, sequences a step, their tokens, context parallel, MFU) of Llama 3 405B in bf16."""
+
+LLAMA2_7B, LLAMA2_13B, LLAMA2_70B = (32, 4096, 32, 32, 11008), (40, 5120, 40, 40, 13824), (80, 8192, 64, 8, 28672)
+LLAMA3_8B, LLAMA3_405B = (32, 4096, 32, 8, 14336), (126, 16384, 128, 8, 53248)
+"""(layers, hidden, heads, KV heads, ffn)."""
+GPT_5B, GPT_20B, GPT_175B = (24, 4096, 32), (44, 6144, 48), (96, 12288, 96)
+FP8 = [  # NeMo's user guide 24.12, performance summary: H100
+    ("h100-sxm", LLAMA2_7B, 4096, 8, 128, 1, 1, 1, 1, 1, 1, 16934),
+    ("h100-sxm", LLAMA2_13B, 4096, 16, 128, 1, 1, 1, 4, 1, 10, 8715),
+    ("h100-sxm", LLAMA2_70B, 4096, 64, 128, 1, 1, 4, 4, 1, 20, 1728),
+    ("h100-sxm", LLAMA3_8B, 8192, 8, 128, 1, 1, 1, 1, 2, 1, 12273),
+    ("h100-sxm", GPT_5B, 2048, 64, 2048, 4, 1, 1, 1, 1, 1, 23406),
+    ("h100-sxm", GPT_20B, 2048, 64, 256, 2, 1, 2, 1, 1, 1, 5851),
+    ("h100-sxm", GPT_175B, 2048, 128, 256, 1, 1, 4, 8, 1, 6, 716),
+    ("h100-sxm", GPT_175B, 2048, 512, 2048, 2, 1, 4, 8, 1, 6, 825),
+    # NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md, 25.11 and 26.06, per-tensor scales
+    ("h100-sxm", LLAMA3_8B, 8192, 8, 128, 1, 3, 1, 1, 1, 1, 14451),
+    ("h100-sxm", LLAMA3_405B, 8192, 1024, 512, 1, 1, 8, 8, 2, 8, 292),
+    ("h100-sxm", LLAMA3_405B, 8192, 1024, 1536, 1, 1, 8, 8, 2, 8, 326),
+    ("b200", LLAMA3_8B, 8192, 8, 128, 2, 1, 1, 1, 1, 1, 30624),
+    ("b200", LLAMA3_405B, 8192, 128, 64, 1, 1, 4, 8, 2, 8, 661),
+    ("gb200", LLAMA3_8B, 8192, 8, 128, 2, 1, 1, 1, 1, 1, 31508),
+    ("gb200", LLAMA2_70B, 8192, 64, 256, 2, 3, 1, 1, 1, 1, 4312),
+    ("gb200", LLAMA3_405B, 8192, 256, 1536, 1, 1, 4, 16, 1, 4, 843),
+]
+"""(device, model, tokens of a sequence, GPUs, batch, micro-batch, ZeRO stage, tensor, pipeline, context parallel,
+interleaved stages, tokens/s per GPU) of published fp8 runs. Of a GB200's rack 64 of 72 GPUs are one node."""
 
 
 def row(**cells):
@@ -119,6 +147,25 @@ def test_nemotron_on_h100():
         for ranks, batch, mfu in NEMOTRON
     ]  # fmt: skip
     assert mean(errors) <= HOPPER + 0.0005
+
+
+def fp8(device, model, length, ranks, batch, micro, stage, tensor, pipeline, context, chunks, rate):
+    layers, hidden, heads, *rest = model
+    kv, ffn = rest or (heads, 4 * hidden)
+    vocab = 51200 if not rest else 32000 if length == 4096 else 128256
+    (case,) = training.cases(row(
+        family="llama" if rest else "gpt", gated=int(bool(rest)), layers=layers, hidden=hidden, heads=heads, ffn=ffn,
+        kv_heads=kv, vocab=vocab, seq_len=length, device=device, nodes_of=64 if device == "gb200" else 8,
+        n_devices=ranks, global_batch=batch, micro_batch=micro, zero_stage=stage, tp=tensor, pp=pipeline, cp=context,
+        interleave=chunks, recompute="none", precision="fp8", flash=1, sequence_parallel=int(tensor > 1),
+        inter_node="" if device == "gb200" else "8x400Gb/s", tokens_per_s_per_device=rate,
+    ))  # fmt: skip
+    return case.error
+
+
+@pytest.mark.parametrize(("devices", "claimed"), [({"h100-sxm"}, FP8_HOPPER), ({"b200", "gb200"}, FP8_BLACKWELL)])
+def test_fp8_where_nothing_was_fitted(devices, claimed):
+    assert mean([fp8(*found) for found in FP8 if found[0] in devices]) <= claimed + 0.0005
 
 
 @pytest.mark.parametrize(("ranks", "batch", "length", "context", "published"), LLAMA)

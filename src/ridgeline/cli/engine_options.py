@@ -26,7 +26,11 @@ DeviceMemory = Annotated[
     typer.Option(help="Device memory to use: 8GiB, …; layers that do not fit rest in host memory or on --disk."),
 ]
 DType = Annotated[
-    str, typer.Option(help="Dtype of the weights: fp32, bf16, fp16, or auto (fp32 on a CPU, bf16 on a GPU).")
+    str,
+    typer.Option(
+        help="Dtype of the weights: fp32, bf16, fp16, or auto (bf16 on a GPU; on a CPU fp32, or bf16 for a checkpoint"
+        " in bf16 where the CPU multiplies it)."
+    ),
 ]
 HostMemory = Annotated[str | None, typer.Option(help="Host memory that layers may rest in: 32GiB, …")]
 SecretFile = Annotated[
@@ -84,10 +88,12 @@ def _placed(
     from ridgeline import catalog
     from ridgeline.report.units import metric
     from ridgeline.search.placement import MemoryLimits, place
-    from ridgeline.serve.build_engine import load_engine
+    from ridgeline.serve.build_engine import default_dtype, load_engine
 
     catalog.allow_unprobed()
     device, host, disk = memory
+    if options["dtype"] == "auto":
+        options["dtype"] = default_dtype(checkpoint)
     limits = MemoryLimits(number_of_bytes("--device-memory", device), number_of_bytes("--host-memory", host), disk)
     found = place(checkpoint, plan, limits, sequences=options["max_num_seqs"] or 64, **options)
     width = max(len(what) for what, _, _ in found.rows)

@@ -31,6 +31,7 @@ from ridgeline.serve.transfer.secret import VARIABLE, read_secret
 from ridgeline.serve.transfer.tls import Tls
 
 if TYPE_CHECKING:
+    from ridgeline.serve.engine import Engine
     from ridgeline.serve.engine_loop import EngineLoop
     from ridgeline.serve.transfer.member import FleetMember
 
@@ -76,6 +77,15 @@ def serve(
             " a folder with that file."
         ),
     ] = "auto",
+    max_logprobs: Annotated[
+        int, typer.Option(min=-1, help="Most log-probabilities at each place; -1: of the whole vocabulary.")
+    ] = 20,
+    enable_force_include_usage: Annotated[
+        bool, typer.Option("--enable-force-include-usage", help="Report usage in every chunk of every stream.")
+    ] = False,
+    enable_per_request_metrics: Annotated[
+        bool, typer.Option("--enable-per-request-metrics", help="Report in answers when their tokens came.")
+    ] = False,
     pooling: Annotated[
         str | None, typer.Option(help="What embeddings are made of: mean, last or cls (the checkpoint's own, or mean).")
     ] = None,
@@ -103,6 +113,17 @@ def serve(
     first_token_timeout: Annotated[
         float, typer.Option(min=0.1, help="Reject a request that is not scheduled within this many seconds.")
     ] = 300.0,
+    ttft_slo: Annotated[
+        float | None,
+        typer.Option(min=0, help="Refuse requests whose first token is expected later than after this many seconds."),
+    ] = None,
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            help="Who goes next, within a priority: priority (first come, first served), or fair (between API"
+            " keys: the one that was served least)."
+        ),
+    ] = "priority",
     stall_timeout: Annotated[
         float, typer.Option(min=0.1, help="Report unhealthy if a step takes longer than this many seconds.")
     ] = 120.0,
@@ -118,6 +139,7 @@ def serve(
     from ridgeline.serve.app import create_app, path_prefix
     from ridgeline.serve.checkpoint_settings import Options
     from ridgeline.serve.engine_loop import QueueLimits
+    from ridgeline.serve.scheduler import share
     from ridgeline.serve.server import loopback, make_service
     from ridgeline.serve.server import serve as run
     from ridgeline.spec.errors import UserError
@@ -127,7 +149,8 @@ def serve(
     if not (keys or insecure or loopback(host)):
         raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
     body, prefix = number_of_bytes("--max-body", max_body), path_prefix(root_path)
-    options = Options(tool_call_parser, enable_auto_tool_choice, pooling, reasoning_parser, generation_config)
+    options = Options(tool_call_parser, enable_auto_tool_choice, pooling, reasoning_parser, generation_config,
+                      max_logprobs, enable_force_include_usage, enable_per_request_metrics)  # fmt: skip
     options.check()
     secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
     tls = Tls.of(tls_cert, tls_key, tls_ca)
@@ -138,12 +161,20 @@ def serve(
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
     if role is not None:
         more = (*more, *(f"{name}:role={role}" for name in bringing("phase_pools")))
-    engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype, more,
-                         (device_memory, host_memory, disk))  # fmt: skip
-    limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
+
+    def build() -> Engine:
+        memory = (device_memory, host_memory, disk)
+        made = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype,
+                           more, memory)  # fmt: skip
+        share(made.scheduler, scheduling_policy)
+        return made
+
+    engine = build()
+    limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, ttft_slo, stall_timeout)
     service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options)
     if adapters is not None:
         service.load_all(adapters)
+    service.loop.rebuild = build
     member = _member(service.loop, secret, host, transfer_port, tls)
     asgi = create_app(service, keys, admin_keys, body or 0, prefix, allowed_origins or ())
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
@@ -151,7 +182,8 @@ def serve(
         well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections, tls)
     if member is not None:
         member.close()
-    engine.close()
+    if not service.loop.asleep:
+        service.loop.engine.close()
     if not well:
         raise typer.Exit(1)
 

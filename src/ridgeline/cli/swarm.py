@@ -128,7 +128,7 @@ def _blocks(text: str, checkpoint: Path) -> range | int:
     :class:`UserError`."""
     import psutil
 
-    from ridgeline.nn.checkpoint.checkpoint import config_dtype
+    from ridgeline.nn.checkpoint.files import config_dtype
     from ridgeline.spec.errors import UserError
     from ridgeline.spec.model import ModelSpec
 

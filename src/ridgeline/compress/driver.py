@@ -23,7 +23,8 @@ from ridgeline.compress.output import Output, config_of
 from ridgeline.compress.schemes import journal_schemes
 from ridgeline.compress.stream import ModelStream
 from ridgeline.jobs.job import CompressOptions, Progress, RankContext
-from ridgeline.nn.checkpoint.checkpoint import Reader, config_dtype, load_checkpoint, save_checkpoint
+from ridgeline.nn.checkpoint.checkpoint import Reader, load_checkpoint, save_checkpoint
+from ridgeline.nn.checkpoint.files import config_dtype
 from ridgeline.nn.checkpoint.formats import writer
 from ridgeline.nn.checkpoint.formats.compressed_tensors import CompressedTensors
 from ridgeline.nn.checkpoint.formats.gguf import require_gguf, write_gguf

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ridgeline.nn.checkpoint.checkpoint import INDEX, SINGLE
+from ridgeline.nn.checkpoint.files import INDEX, SINGLE
 from ridgeline.nn.checkpoint.formats import Format
 from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
 from ridgeline.nn.checkpoint.hf_names import NamePair, joined, links

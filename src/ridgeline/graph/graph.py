@@ -24,7 +24,7 @@ PORTABLE = "portable"
 """Kernel of fused attention that uses only Ampere's features, on a newer device."""
 LATENT = "latent"
 """Kernel of fused attention whose values are its keys (latent attention with absorbed projections)."""
-Role = Literal["", "weight_gradient", "bias_gradient", "regather"]
+Role = Literal["", "weight_gradient", "bias_gradient", "regather", "entry"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,7 +89,7 @@ class Op:
     cluster's."""
     role: Role = ""
     """What it computes in backward, where that matters: gradients of parameters, or the gathering of a divided
-    input."""
+    input; ``entry``: what happens to a layer's input before the layer, which is not part of its recomputation."""
     timed: Any = field(default=None, init=False, compare=False, repr=False)
     """Cached result of the time model; not part of the operator's value, so a changed copy starts without it."""
 

@@ -17,7 +17,7 @@ from ridgeline.measure.cells.generation_cell import generation_times
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
-from ridgeline.nn.checkpoint.checkpoint import first_missing, gguf_file
+from ridgeline.nn.checkpoint.files import first_missing, gguf_file
 from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ridgeline.nn.checkpoint.checkpoint import FileSpan, Reader
+from ridgeline.nn.checkpoint.checkpoint import Reader
+from ridgeline.nn.checkpoint.files import FileSpan
 from ridgeline.nn.memory.layer_stream import (
     FileRange,
     FileSource,

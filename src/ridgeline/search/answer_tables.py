@@ -9,7 +9,8 @@ from ridgeline.experiments import to_toml
 from ridgeline.report.files import write_atomic
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import NONE, metric, percent, size
-from ridgeline.search.found import Answer, Tried
+from ridgeline.search.found import ALIKE, Answer, Tried
+from ridgeline.search.kinds import difference
 from ridgeline.search.question import HIGHER
 from ridgeline.search.search import SLACK
 from ridgeline.search.why import Relaxation, WhyNot
@@ -28,7 +29,7 @@ def answer_tables(a: Answer) -> list[Table]:
     """The best plan and the best ones of other kinds, then the front."""
     q = a.question
     tables = [_table(f"Best plans for {q.model.name} on {q.cluster.label}, goal {q.goal}", a.best, q.metric)]
-    tables[0].notes += [_counts(a), *(f"{name}: always on, {why}" for name, why in a.settled.items())]
+    tables[0].notes += [_counts(a), *(f"{name}: {_where(name, a)}, {why}" for name, why in a.settled.items())]
     lossy = {c.name for t in a.best for c in t.experiment.plan.calls if not registry()[c.name].card.lossless}
     tables[0].notes += [f"{name} may change quality: {registry()[name].card.quality}" for name in sorted(lossy)]
     if left := q.left_to_the_user():
@@ -68,25 +69,36 @@ def _table(title: str, plans: list[Tried], goal: str = "") -> Table:
 
 
 _WORDS = {"speed": ("faster", "slower"), "price": ("cheaper", "more expensive"), "": ("better", "worse")}
+_LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT"}
 
 
 def trade(t: Tried, first: Tried, goal: str) -> str:
-    """How a plan differs from the first, and what that costs: ``no recompute: 8 % slower, 5.0 GiB more``."""
+    """How a plan differs from the first in kind, and what that costs: ``sharding, no recomputation: 8 % slower, 5.0 GiB
+    spare``."""
     if t is first:
         return NONE
-    always = {n for n in first.names | t.names if registry()[n].phase == "compile" and registry()[n].card.lossless}
-    new, gone = sorted(t.names - first.names - always), sorted(first.names - t.names - always)
-    parts = [*new, *(f"no {name}" for name in gone)]
+    if goal == "peak_bytes" and "tokens_per_s" in t.metrics:
+        goal = "tokens_per_s"  # memory is said in any case
     ratio = t.metrics[goal] / first.metrics[goal]
     better = ratio > 1 if goal in HIGHER else ratio < 1
     costs = []
     if abs(ratio - 1) >= 0.005:
         good, bad = _WORDS["speed" if goal.endswith("_s") else "price" if "dollars" in goal else ""]
         costs.append(f"{percent(abs(ratio - 1))} {good if better else bad}")
-    spare = first.metrics["peak_bytes"] - t.metrics["peak_bytes"]
-    if abs(spare) >= 0.01 * first.metrics["peak_bytes"]:
-        costs.append(f"{size(abs(spare))} {'less' if spare > 0 else 'more'} memory")
-    return f"{', '.join(parts) or 'other degrees'}: {', '.join(costs) or 'equal'}"
+    if t.experiment.task == "serve":
+        for key, name in _LATENCIES.items():
+            if key != goal and key in t.metrics and first.metrics.get(key):
+                change = t.metrics[key] / first.metrics[key] - 1
+                if abs(change) >= ALIKE:
+                    costs.append(f"{name} {percent(abs(change))} {'longer' if change > 0 else 'shorter'}")
+    elif abs(t.over - first.over) >= ALIKE:
+        costs.append(f"{size(max(0.0, t.quick.limit - t.metrics['peak_bytes']))} spare")
+    return f"{difference(t.kind, first.kind) or 'other devices'}: {', '.join(costs) or 'equal'}"
+
+
+def _where(name: str, a: Answer) -> str:
+    """Of a settled technique: some plans cannot have it, and in some it does nothing."""
+    return "always on" if all(name in t.names for t in a.best) else "on where it can be and changes something"
 
 
 def _counts(a: Answer) -> str:

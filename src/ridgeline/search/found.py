@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ridgeline.predict.quick import Quick, quick
-from ridgeline.search.question import Question
-from ridgeline.search.space import kind_of
+from ridgeline.search.kinds import kind_of
+from ridgeline.search.question import HIGHER, Question
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import registry, techniques_of
 
@@ -18,7 +18,10 @@ KEPT = 5
 """Answers, and nearest misses."""
 
 ALIKE = 0.03
-"""Plans that differ by less in the goal and in memory are one answer."""
+"""A gain of less, in the goal, in latency or of the device's memory, is none."""
+
+WORTH = 1.4
+"""Other kinds that miss the goal by more are no alternatives."""
 
 Setting = tuple[Hashable, ...]
 """A mesh, shape without recomputation, split and placement."""
@@ -78,10 +81,25 @@ class Tried:
         same = self.rank == other.rank and self.metrics["peak_bytes"] == other.metrics["peak_bytes"]
         return self.key == other.key or (same and self.key[:3] == other.key[:3] and other.names < self.names)
 
-    def resembles(self, other: Tried, q: Question) -> bool:
-        """Whether it does about as well in both the goal and memory, so that no user would choose it over the other."""
-        same_goal = abs(self.metrics[q.metric] / other.metrics[q.metric] - 1) < ALIKE
-        return same_goal and abs(self.metrics["peak_bytes"] / other.metrics["peak_bytes"] - 1) < ALIKE
+    def offers_beside(self, other: Tried, q: Question) -> bool:
+        """Whether a user might choose it over the other: for what it gains in the goal, in memory (in serving, where
+        the cache takes what is left: in latency), or because it has fewer techniques or devices, or proven ones."""
+        fewer = len(self.names) < len(other.names) or len(self.unvalidated) < len(other.unvalidated)
+        if fewer or self.experiment.cluster.size < other.experiment.cluster.size:
+            return True
+        if self.experiment.task != "serve" and (other.over - self.over) >= ALIKE:
+            return True
+        latencies = ("ttft_s", "tpot_s") if self.experiment.task == "serve" else ()
+        return any(
+            (self.metrics[m] / other.metrics[m] - 1) * (1 if m in HIGHER else -1) >= ALIKE
+            for m in (q.metric, *latencies)
+            if other.metrics.get(m)
+        )
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Its kind, in words."""
+        return kind_of(self.experiment)
 
     @property
     def unvalidated(self) -> list[str]:
@@ -144,9 +162,8 @@ class Found:
     def feasible(self, t: Tried) -> None:
         """Record a plan that fits and keeps the limits."""
         self.fitting[t.key] = t
-        kind = kind_of(t.experiment)
-        if kind not in self.kinds or _order(t) < _order(self.kinds[kind]):
-            self.kinds[kind] = t
+        if t.kind not in self.kinds or _order(t) < _order(self.kinds[t.kind]):
+            self.kinds[t.kind] = t
         if self.simplest is None or (len(t.names), *_order(t)) < (len(self.simplest.names), *_order(self.simplest)):
             self.simplest = t
         for name in t.names:
@@ -195,11 +212,13 @@ class Answer:
 
     @property
     def best(self) -> list[Tried]:
-        """The best feasible plan, then the best of up to four other kinds."""
+        """The best feasible plan, then the best of up to four other kinds, as far as each comes near the best and has
+        something to offer beside those before it."""
         ranked = sorted(self.found.kinds.values(), key=_order)
-        answers: list[Tried] = []
-        for t in ranked:
-            if len(answers) < KEPT and not any(t.idles_beside(o) or t.resembles(o, self.question) for o in answers):
+        answers = ranked[:1]
+        for t in ranked[1:]:
+            near = max(t.rank / answers[0].rank, answers[0].rank / t.rank) <= WORTH
+            if near and len(answers) < KEPT and all(t.offers_beside(o, self.question) for o in answers):
                 answers.append(t)
         return answers
 
@@ -208,5 +227,7 @@ def _miss(t: Tried) -> tuple[bool, float, int]:
     return t.over > 1, t.over if t.over > 1 else t.excess, len(t.names)
 
 
-def _order(t: Tried) -> tuple[float, float, int, tuple[str, ...]]:
-    return t.rank, t.metrics["peak_bytes"], len(t.names), t.calls
+def _order(t: Tried) -> tuple[float, float, float, int, tuple[str, ...]]:
+    """Equal ranks: in serving all that keep up with the arrivals, of which the one with the least latency is best."""
+    latency = t.metrics["e2e_s"] if t.experiment.task == "serve" else 0.0
+    return t.rank, latency, t.metrics["peak_bytes"], len(t.names), t.calls

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ridgeline.predict.serving.arrivals import REQUESTS
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
-from ridgeline.spec.workload import TRAINING_TASKS, Workload
+from ridgeline.spec.workload import TRAINING_TASKS, Serve, Workload
 from ridgeline.techniques.registry import check_apart, registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
@@ -22,6 +23,9 @@ HIGHER = frozenset({
     "kv_cache_tokens",
 })  # fmt: skip
 """Metrics of which higher is better; of all others, lower is."""
+
+FALLS_BEHIND = 0.1
+"""Share of a simulation's requests that wait at its end, from which an engine is taken not to keep up with arrivals."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,15 @@ class Question:
         return Experiment.model_construct(model=self.model, cluster=cluster, workload=self.workload, plan=self.fixed)
 
     def rank(self, metrics: Mapping[str, float]) -> float:
-        """The goal as a number of which less is better."""
+        """The goal as a number of which less is better. Engines that keep up with the arrivals have equal throughput:
+        the load's."""
         value = metrics[self.metric]
+        w, served = self.workload, metrics.get("requests_per_s")
+        if self.metric == "tokens_per_s" and isinstance(w, Serve) and w.rate and served:
+            offered = float(f"{w.rate * value / served:.9g}")
+            # A queue that grows to the end holds back twice the mean latency's worth of requests.
+            backlog = 2 * metrics["e2e_s"] * served / (w.requests or REQUESTS)
+            value = offered if backlog < FALLS_BEHIND else min(value, (1 - FALLS_BEHIND) * offered)
         return -value if self.metric in HIGHER else value
 
     def misses(self, metrics: Mapping[str, float]) -> list[str]:

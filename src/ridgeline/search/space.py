@@ -20,7 +20,7 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Training
-from ridgeline.techniques.registry import check_techniques, in_order, mesh_axes, registry, resolve, techniques_of
+from ridgeline.techniques.registry import check_techniques, in_order, mesh_axes, resolve, techniques_of
 from ridgeline.techniques.technique import Technique
 
 GROUPS = ("mesh", "shape", "split", "placement")
@@ -112,14 +112,6 @@ def with_settled(base: Experiment, chosen: Set, settled: Set) -> Set:
         if not refusal(candidate(base, (*chosen, t))):
             chosen = (*chosen, t)
     return chosen
-
-
-def kind_of(e: Experiment) -> tuple[str, ...]:
-    """What two plans differ in, if they differ in more than degrees and options: how the model and its states are
-    divided, moved and recomputed, and what was traded for quality."""
-    cards = {c.name: registry()[c.name] for c in e.plan.calls}
-    same = (n for n, cls in cards.items() if cls.phase != "compile" or not (cls.card.lossless or cls.card.standard))
-    return tuple(sorted(same))
 
 
 def splits_batch(placement: Set) -> bool:

@@ -19,7 +19,9 @@ from ridgeline.serve.request import Busy, Invalid, NotFound
 from ridgeline.serve.routes import (
     LOAD_ADAPTER,
     RESET_CACHE,
+    SLEEP,
     UNLOAD_ADAPTER,
+    WAKE,
     generation_routes,
     invocation_route,
     message_routes,
@@ -67,7 +69,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
     ):
         add(app, service)
     _errors(app)
-    admin_paths = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER, RESET_CACHE})
+    admin_paths = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER, RESET_CACHE, SLEEP, WAKE})
     app.add_middleware(Gate, keys=Keys(keys), admin=Keys(admin_keys), admin_paths=admin_paths, max_body=max_body,
                        root_path=root_path)  # fmt: skip
     if origins:  # outside the gate: a browser asks without a key whether it may ask

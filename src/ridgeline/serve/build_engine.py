@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from ridgeline import catalog
+from ridgeline.nn.checkpoint.files import config_dtype, read_config
 from ridgeline.nn.memory.decoder import find_decoder
 from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.nn.quant.torch_codes import multiplies_bf16
 from ridgeline.runtime.batch_order import CostOrderedBatches, free
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.serve_build import Drafts, ServeBuild
@@ -31,6 +34,7 @@ from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence as QueuedSequence
 from ridgeline.serve.sequence import Sequence as Row
+from ridgeline.serve.step_graphs import CudaRecorder, StepGraphs
 from ridgeline.serve.transfer.exports import Exports
 from ridgeline.serve.transfer.imports import Imports
 from ridgeline.serve.transfer.layout import fingerprint
@@ -60,7 +64,9 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     run.take_workload(w)
     width = next(run.model.parameters()).element_size()
     each = run.block_bytes(e.model, len(run.model.layers), run.kv_heads, width)
-    blocks, longest = run.pool(e.model, w, each, _free(run)) if e.model.causal else (0, context(e.model, w))
+    blocks, longest = 0, context(e.model, w)
+    if e.model.causal:
+        blocks, longest = run.pool(e.model, w, each, _free(run), "gpu" if run.device.type == "cuda" else "cpu")
     runner = _runner(run, blocks)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
     if run.block_store is not None:
@@ -119,6 +125,7 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
     model.requires_grad_(False)
     run = ServeBuild(e, model, device, kv_heads=e.model.cached_heads, followers=followers)
     run.mesh = Mesh.make(e, device.type, e.parallel.get("ep", 1)) if e.world > 1 else None
+    run.captured = all(technique.captured for technique in techniques)
     for technique in techniques:
         technique.scheduling(run)
         technique.serve(run)
@@ -131,11 +138,15 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     assert isinstance(w, Serve)
     longest, padded = context(run.experiment.model, w), run.limits.padded
     if run.mesh is None:
-        runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind, padded=padded)
+        graphs = run.captured and run.device.type == "cuda" and blocks > 0
+        slots = (blocks + graphs) * run.block_size  # a block for the pads of recorded steps
+        runner = Runner(run.model, slots, run.block_size, longest, run.cache_kind, padded=padded)
         if run.memory is not None:
             runner.compute = run.memory(runner.compute, runner.layout, run.device)
         elif not run.adapters:
             runner.decoder = find_decoder(run.model)
+        if graphs and runner.layout.whole is not None:
+            _record(runner, StepGraphs(runner, blocks, run.limits.max_num_seqs, longest, CudaRecorder()))
         return runner
     counts = [blocks]
     dist.broadcast_object_list(counts)
@@ -146,18 +157,38 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     return ranked
 
 
+def _record(runner: Runner, graphs: StepGraphs) -> None:
+    """Record decode steps before the engine is ready; where that cannot be, steps stay as they are."""
+    try:
+        graphs.warm_up()
+    except RuntimeError as e:
+        warnings.warn(f"decode steps run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
+    else:
+        runner.graphs = graphs
+
+
 def load_engine(
     checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, cluster: Cluster | None = None, **workload: object
 ) -> Engine:
     """An engine for a checkpoint on this machine, with fields of :class:`Serve` as ``workload``. ``cluster``: this
-    machine with less memory."""
+    machine with less memory. A dtype that is left to us is :func:`default_dtype`'s."""
     catalog.allow_unprobed()
     w = Serve(**{"checkpoint": str(checkpoint), "prompt_len": 1, "output_len": 1, **workload})
+    if w.dtype == "auto":
+        w = w.model_copy(update={"dtype": default_dtype(checkpoint)})
     calls = Plan.parse(list(plan))
     world = math.prod(mesh_axes("serve", techniques_of(calls)).values())
     cluster = cluster or catalog.cluster(f"{world}xlocal")
     e = Experiment(model=ModelSpec.from_path(checkpoint), cluster=cluster, workload=w, plan=calls)
     return make_engine(e, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def default_dtype(checkpoint: Path) -> str:
+    """The dtype that a checkpoint is served in unless the user says otherwise: "auto", which is bf16 on a GPU and fp32
+    on a CPU; bf16 for weights in bf16 on a CPU that multiplies it (AVX512-BF16, AMX; others take two to four times as
+    long as in fp32)."""
+    stored = config_dtype(checkpoint) is torch.bfloat16 and "quantization_config" not in read_config(checkpoint)
+    return "bf16" if stored and not torch.cuda.is_available() and multiplies_bf16() else "auto"
 
 
 def _free(run: ServeBuild) -> float:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ridgeline.serve.fields import Body, Number, Text, few
@@ -14,6 +23,8 @@ from ridgeline.serve.openai import Sampled
 from ridgeline.serve.request import Invalid
 
 MAX_TOOLS = 256
+MAX_FURTHER = 16
+"""Fields of a message that only its template knows."""
 """Largest number of functions in one body."""
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -108,7 +119,19 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 class Message(Body):
-    """One message of a conversation. What comes back in replies, by us or through LiteLLM, may be sent again."""
+    """One message of a conversation. What comes back in replies, by us or through LiteLLM, may be sent again; fields
+    that are not known here are for the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        further = sum(k not in cls.model_fields for k in value) if isinstance(value, dict) else 0
+        if further > MAX_FURTHER:
+            raise PydanticCustomError("too_many", "has {count} unknown fields, of {most} at most",
+                                      {"count": further, "most": MAX_FURTHER})  # fmt: skip
+        return value
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(default=None, validate_default=True)
@@ -142,7 +165,8 @@ class Message(Body):
         more = {"name": self.name, "reasoning": self.reasoning, "reasoning_content": self.reasoning_content,
                 "tool_call_id": self.tool_call_id,
                 "tool_calls": [call.plain() for call in self.tool_calls] if self.tool_calls else None}  # fmt: skip
-        return {"role": self.role, "content": content, **{k: v for k, v in more.items() if v is not None}}
+        known = {"role": self.role, "content": content, **{k: v for k, v in more.items() if v is not None}}
+        return {**(self.model_extra or {}), **known}
 
 
 class ChatCompletion(Sampled):
@@ -161,6 +185,8 @@ class ChatCompletion(Sampled):
     """Begin the answer with the last message's text, where that is the assistant's."""
     include_reasoning: bool = True
     """False: leave the reasoning out of the answer."""
+    thinking_token_budget: Number | None = None
+    """Tokens of reasoning after which its end is written, whatever the model would."""
     documents: Annotated[list[dict[str, str]], Field(max_length=1024)] | None = None
     """A variable of the chat template, for models that answer from texts."""
     reasoning_effort: Annotated[str, StringConstraints(min_length=1, max_length=32)] | None = None
@@ -227,7 +253,7 @@ class ChatCompletion(Sampled):
     def logprob_count(self) -> int | None:
         """How many likeliest tokens to report, None: not even the chosen one's."""
         if self.logprobs:
-            return self.top_logprobs or 0
+            return self.top_logprobs or 0  # -1: all
         if self.top_logprobs is not None:
             raise Invalid("top_logprobs", "has an effect with logprobs only", "leave it out, or set logprobs")
         return None

@@ -32,6 +32,12 @@ class Options:
     """How the model writes its reasoning: a name of :data:`PARSERS`; None: it is part of the answer."""
     generation_config: str = "auto"
     """Where default sampling parameters come from: ``auto``, the checkpoint; ``vllm``, nowhere; or a folder."""
+    max_logprobs: int = 20
+    """Most log-probabilities that a request may ask for at each place; -1: of the whole vocabulary."""
+    force_usage: bool = False
+    """Whether every chunk of a stream has the usage so far, asked for or not."""
+    request_metrics: bool = False
+    """Whether answers tell when their tokens came."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a name that is not known."""

@@ -6,6 +6,7 @@ computed choose the next one. Everything that ends, forks or fails does so betwe
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -217,6 +218,16 @@ class Engine:
         for at in range(0, len(several), self.rows_at_once):
             some = [s for s in several[at : at + self.rows_at_once] if s[0].finish is None]
             self.next_tokens.choose(some, hidden)
+
+    def release(self) -> None:
+        """Close the engine, and free its weights and its pool; it can say no more than its limits from then on. Raises
+        :class:`Invalid` while requests are being served."""
+        if self.groups:
+            raise Invalid("level", f"{len(self.groups)} requests are being served", "wait for them, or cancel them")
+        self.close()
+        del self.runner, self.model, self.sampler, self.next_tokens, self.drafter, self.adapters
+        self.scheduler.order = self.blocks.store = None
+        gc.collect()
 
     def close(self) -> None:
         """Stop the processes of a divided model."""

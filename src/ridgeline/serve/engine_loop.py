@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.detokenize import Delta, ServeJob
@@ -44,8 +45,25 @@ class QueueLimits:
     """Prompt tokens of those."""
     first_token: float | None = 300.0
     """Seconds that a request may wait until the first of its outputs is scheduled."""
+    ttft: float | None = None
+    """Seconds within which a request is expected to have its first token when it is taken; others are refused."""
     stall: float = 120.0
     """Seconds that one step may take before the server counts as unhealthy."""
+
+
+class QueueSpeed:
+    """How fast the queue empties: prompt tokens per second of steps, of which older ones count less and less."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step that computed this number of prompt tokens, or that prompts had to wait for."""
+        self._tokens, self._seconds = 0.98 * self._tokens + tokens, 0.98 * self._seconds + seconds
+
+    def seconds(self, tokens: int) -> float:
+        """Expected for this number of prompt tokens; 0 before anything was observed."""
+        return tokens * self._seconds / self._tokens if self._tokens else 0.0
 
 
 class OutputStream:
@@ -55,8 +73,10 @@ class OutputStream:
         self.jobs = {job.request.id: job for job in jobs}
         self.submitted = time.monotonic()
         self.first: dict[str, float] = {}
-        self.started = False
-        """Whether any of its outputs has been scheduled (the engine's thread says so)."""
+        self.last = self.submitted
+        """When its last token came."""
+        self.scheduled: float | None = None
+        """When the first of its outputs was scheduled (the engine's thread says so)."""
         self._open = {(job.ordinal, i) for job in jobs for i in job.open}
         self._fresh: dict[tuple[int, int], Delta] = {}
         self._error: Exception | None = None
@@ -118,10 +138,15 @@ class EngineLoop:
         self.member: FleetMember | None = None
         """Sends and receives the caches of prompts, where the server does."""
         self.on_failure: Callable[[], None] = lambda: None
+        self.rebuild: Callable[[], Engine] | None = None
+        """Makes the engine again, after it slept; None: it cannot sleep."""
+        self.asleep = False
+        """Whether weights and pool are freed, until :meth:`wake`."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stop = False
         self._queue = _Queue()
+        self.speed = QueueSpeed()
         self._streams: dict[str, OutputStream] = {}
         self._patience = 1.0
         self._step_began: float | None = None
@@ -138,7 +163,7 @@ class EngineLoop:
     @property
     def ready(self) -> bool:
         """Whether new requests are accepted."""
-        return not self.draining and self.alive
+        return not self.draining and not self.asleep and self.alive
 
     @property
     def alive(self) -> bool:
@@ -253,6 +278,34 @@ class EngineLoop:
         self.post(call)
         return await answer
 
+    async def sleep(self) -> None:
+        """Free the weights and the pool, until :meth:`wake`. Raises :class:`Invalid` while requests are served."""
+        if self.rebuild is None:
+            raise Invalid("level", "does not apply: this server cannot load its model again", "end it")
+        if self.member is not None:
+            raise Invalid("level", "does not apply to servers that send and receive caches", "drain it and end it")
+
+        def sleep(engine: Engine) -> None:
+            if not self.asleep:
+                engine.release()
+                self.asleep = True
+
+        await self.ask(sleep)
+
+    async def wake(self, adapters: Mapping[str, str]) -> None:
+        """Make the engine again, with ``adapters`` (folders by name); does nothing where it does not sleep."""
+
+        def wake(engine: Engine) -> None:
+            if not self.asleep or self.rebuild is None:
+                return
+            made = self.rebuild()
+            made.limits.max_waiting = made.limits.max_waiting_tokens = None
+            for name, folder in adapters.items():
+                made.load_adapter(name, Path(folder))
+            self.engine, self.stats, self.asleep = made, made.stats(), False
+
+        await self.ask(wake)
+
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, let the running ones finish for this long, then abort the rest."""
         self.draining = True
@@ -278,6 +331,8 @@ class EngineLoop:
             raise Failed("the engine has stopped")
         if self.draining:
             raise Busy("the server is shutting down", 5.0)
+        if self.asleep:
+            raise Busy("the server sleeps until POST /wake_up", 5.0)
         sequences = sum(job.sequences for job in jobs)
         self.bound(sequences)
         tokens = sum(len(job.request.prompt) for job in jobs)
@@ -285,6 +340,11 @@ class EngineLoop:
         if most is not None and len(jobs) > 1 and tokens > most:
             raise Invalid("prompt", f"has {tokens} tokens in all, of {most} at most", "ask in several requests")
         waiting = self._queue.totals
+        expected = self.speed.seconds(waiting[1] + tokens)
+        if self.limits.ttft is not None and expected > self.limits.ttft:
+            self.metrics.rejected.inc()
+            what = f"a first token is expected in {expected:.3g} s, and the limit is {self.limits.ttft:g} s"
+            raise Busy(what, min(60.0, max(1.0, expected - self.limits.ttft)))
         if not waiting[0]:  # a single prompt has the context for its bound
             return
         for number, limit, what in ((waiting[0] + sequences, self.limits.queued_requests, "outputs"),
@@ -313,17 +373,24 @@ class EngineLoop:
         try:
             while not self._stop:
                 with self._wake:
-                    if not self._inbox and not self.engine.has_work() and not self._stop:
+                    if not self._inbox and (self.asleep or not self.engine.has_work()) and not self._stop:
                         self._wake.wait()
                 self._take_calls()
+                if self.asleep:
+                    self._send()
+                    continue
                 self._give_up()
                 if self.engine.has_work():
-                    self._step_began = time.monotonic()
+                    self._step_began = began = time.monotonic()
                     events = self.engine.step()
                     self._step_began = None
+                    stats = self.engine.stats()
+                    prompts = stats.prompt_tokens - self.stats.prompt_tokens
+                    if prompts or stats.waiting:
+                        self.speed.observe(prompts, time.monotonic() - began)
                     for event in events:
                         self._read(event)
-                    self._note_started()
+                    self._note_started(began)
                 self.stats = self.engine.stats()
                 self._send()
         except Exception as e:
@@ -384,7 +451,7 @@ class EngineLoop:
             late = [(r, self._streams[r]) for r in self._queue.waiting if r in self._streams]
         now = time.monotonic()
         for request, stream in late:
-            if stream.started or now - stream.submitted <= self.limits.first_token:
+            if stream.scheduled is not None or now - stream.submitted <= self.limits.first_token:
                 continue
             if request in self._streams:
                 error = Busy(f"no token within {self.limits.first_token:g} s", max(1.0, self._patience))
@@ -394,12 +461,12 @@ class EngineLoop:
                 self._forget(*stream.jobs)
                 self.metrics.finished.labels("timeout").inc()
 
-    def _note_started(self) -> None:
-        """Remove scheduled requests from the queue."""
+    def _note_started(self, began: float) -> None:
+        """Remove the requests from the queue that the step which ``began`` then has scheduled."""
         with self._wake:
             for request in [r for r in self._queue.waiting if self.engine.started(r)]:
                 del self._queue.waiting[request]
-                self._streams[request].started = True
+                self._streams[request].scheduled = began
 
     def _read(self, event: OutputEvent) -> None:
         stream = self._streams.get(event.request)
@@ -410,6 +477,7 @@ class EngineLoop:
             stream.first[event.request] = now
             self._patience += 0.1 * (now - stream.submitted - self._patience)
             self.metrics.first_token.observe(now - stream.submitted)
+        stream.last = now
         delta = job.read(event)
         if delta is None:
             return

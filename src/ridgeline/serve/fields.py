@@ -143,7 +143,8 @@ class Body(BaseModel):
     @classmethod
     def _known(cls, value: Any) -> Any:
         """Refuse the first unknown field; null stands for an optional field that is left out."""
-        if isinstance(value, dict) and (bad := next((k for k in value if k not in _names(cls)), None)) is not None:
+        closed = isinstance(value, dict) and cls.model_config["extra"] == "forbid"
+        if closed and (bad := next((k for k in value if k not in _names(cls)), None)) is not None:
             name = bad.encode(errors="backslashreplace").decode()  # JSON can spell what is no UTF-8
             raise PydanticCustomError(UNKNOWN, "is not known", {"name": name})
         if isinstance(value, dict) and None in value.values():

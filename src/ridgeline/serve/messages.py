@@ -66,7 +66,7 @@ class Messages:
 
     @property
     def _block_size(self) -> int:
-        return self.service.loop.engine.runner.block_size
+        return self.service.loop.engine.blocks.size
 
 
 class Writer:

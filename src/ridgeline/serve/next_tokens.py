@@ -154,6 +154,8 @@ class NextTokens:
         seq.tokens.append(token)
         seq.counts[token] = seq.counts.get(token, 0) + 1
         self.outputs.generated += 1
+        if self.scheduler.fair is not None:
+            self.scheduler.fair.generated(seq.group.request.client)
         if logprob is not None:
             seq.logprob += logprob.logprob
             if s.logprobs is not None:

@@ -31,11 +31,11 @@ class Reading:
     def embedding(self, body: EmbeddingRequest, key: bytes) -> PreparedRequest:
         """The jobs of embeddings. Raises :class:`Invalid`."""
         self._cuttable(body.dimensions)
-        return self._read("embd", body, self._inputs(body), salt_of(key, body.cache_salt), False)
+        return self._read("embd", body, self._inputs(body), key, False, body.cache_salt)
 
     def classification(self, body: Classification, key: bytes) -> PreparedRequest:
         """The jobs of classifications. Raises :class:`Invalid`."""
-        return self._read("classify", body, self._inputs(body), salt_of(key, body.cache_salt), True)
+        return self._read("classify", body, self._inputs(body), key, True, body.cache_salt)
 
     def pooled(self, body: PoolingRequest, key: bytes) -> PreparedRequest:
         """The jobs of ``/pooling``. Raises :class:`Invalid`."""
@@ -44,7 +44,7 @@ class Reading:
             if getattr(body, name) is not None:
                 raise Invalid(name, "has an effect on embeddings only", "leave it out")
         self._cuttable(body.dimensions)
-        return self._read("pool", body, self._inputs(body), salt_of(key, body.cache_salt), classify)
+        return self._read("pool", body, self._inputs(body), key, classify, body.cache_salt)
 
     def scored(self, body: ScoreRequest | RerankRequest, key: bytes) -> PreparedRequest:
         """The jobs of the texts that are compared: the first ones of all pairs, then the second ones; or of the pairs,
@@ -53,13 +53,13 @@ class Reading:
         if isinstance(body, RerankRequest) and body.max_tokens_per_doc:
             second = [self._beginning(text, body.max_tokens_per_doc) for text in second]
         if self.service.labels is not None:
-            return self._read("score", body, self._pairs(body, first, second), salt_of(key, None), True)
+            return self._read("score", body, self._pairs(body, first, second), key, True)
         prompts = [
             Prompt(p)
             for name, texts in zip(body.names, (first, second), strict=True)
             for p in self.service.prompts(texts, name, True, body.truncate_prompt_tokens, body.truncation_side)
         ]
-        return self._read("score", body, prompts, salt_of(key, None), False)
+        return self._read("score", body, prompts, key, False)
 
     def _pairs(self, body: ScoreRequest | RerankRequest, first: list[str], second: list[str]) -> list[Prompt]:
         """The prompts of a cross-encoder: both texts of a pair, told apart by the kinds of their tokens."""
@@ -109,14 +109,16 @@ class Reading:
         if not 1 <= dimensions <= width:
             raise Invalid("dimensions", f"is {dimensions}, outside 1 to {width}", "give a length inside")
 
-    def _read(self, kind: str, body: Read, prompts: Sequence[Prompt], salt: bytes, classify: bool) -> PreparedRequest:
+    def _read(self, kind: str, body: Read, prompts: Sequence[Prompt], key: bytes, classify: bool,
+              own: str | None = None) -> PreparedRequest:  # fmt: skip
         """The jobs of ``prompts``."""
-        service = self.service
+        service, salt, client = self.service, salt_of(key, own), salt_of(key, None)
         adapter, base = service.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
         jobs = [
             ServeJob(
                 EngineRequest(f"{base}-{i}", prompt.tokens, adapter=adapter, salt=salt, priority=body.priority,
-                              embed=True, pooling=service.pooling, classify=classify, token_types=prompt.kinds),
+                              embed=True, pooling=service.pooling, classify=classify, token_types=prompt.kinds,
+                              client=client),
                 service.vocabulary, i,
             )
             for i, prompt in enumerate(prompts)

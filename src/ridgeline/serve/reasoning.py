@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from typing import TYPE_CHECKING
 
 from ridgeline.serve.request import Finish
@@ -72,6 +73,49 @@ class Reasoned:
         if self._inner is not None:
             return self._inner.push(text, last)
         return [Piece(text)] if text else []
+
+
+class ThinkingBudget:
+    """A :class:`ridgeline.serve.request.Grammar` that ends the reasoning once it has ``budget`` tokens."""
+
+    def __init__(self, begin: tuple[int, ...], end: tuple[int, ...], budget: int, thinking: bool) -> None:
+        """``begin``, ``end``: the markers' tokens; ``thinking``: the prompt ends within the reasoning."""
+        self._begin, self._end, self._budget = begin, end, budget
+        self._recent: tuple[int, ...] = ()
+        self._spent = 0
+        self._thinking = thinking
+        self._due: list[int] = []
+        """Tokens of the end marker that are still to be written."""
+        self._stop_in_time()
+
+    def allowed(self) -> list[int] | None:
+        """As the protocol says."""
+        return self._due[:1] or None
+
+    def accept(self, token: int) -> None:
+        """As the protocol says."""
+        self._recent = (*self._recent, token)[-max(len(self._begin), len(self._end)) :]
+        if self._due:
+            self._due.pop(0)
+            self._thinking = bool(self._due)
+        elif not self._thinking:
+            if self._recent[-len(self._begin) :] == self._begin:
+                self._thinking, self._spent = True, 0
+                self._stop_in_time()
+        else:
+            self._spent += 1
+            self._thinking = self._recent[-len(self._end) :] != self._end
+            self._stop_in_time()
+
+    def fork(self) -> ThinkingBudget:
+        """As the protocol says."""
+        made = copy(self)
+        made._due = list(self._due)
+        return made
+
+    def _stop_in_time(self) -> None:
+        if self._thinking and self._spent >= self._budget:
+            self._due = list(self._end)
 
 
 class ReasoningCount:

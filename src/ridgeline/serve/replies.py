@@ -47,17 +47,19 @@ async def whole(prepared: PreparedRequest, stream: OutputStream, chat: bool) -> 
     return {
         "id": prepared.id, "object": "chat.completion" if chat else "text_completion", "created": prepared.created,
         "model": prepared.model, "choices": choices, "usage": writer.usage(), **(writer.of_prompt(0) if chat else {}),
+        **_timing(prepared, stream, writer),
     }  # fmt: skip
 
 
 async def chunks(
-    prepared: PreparedRequest, stream: OutputStream, body: Sampled, chat: bool
+    prepared: PreparedRequest, stream: OutputStream, body: Sampled, chat: bool, force_usage: bool = False
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of a request that streams; an error in midstream is the last one."""
+    """The chunks of a request that streams; an error in midstream is the last one. ``force_usage``: each has the usage
+    so far, asked for or not."""
     writer = Writer(prepared, chat)
     options = body.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    running = with_usage and options is not None and bool(options.continuous_usage_stats)
+    with_usage = force_usage or (options is not None and bool(options.include_usage))
+    running = force_usage or (with_usage and options is not None and bool(options.continuous_usage_stats))
     kind = "chat.completion.chunk" if chat else "text_completion"
     head = {"id": prepared.id, "object": kind, "created": prepared.created, "model": prepared.model}
     of_prompt = writer.of_prompt(0, streamed=True) if chat else {}
@@ -71,9 +73,22 @@ async def chunks(
                 yield {**head, "choices": [choice], **extra, **of_prompt}
                 of_prompt = {}
         if with_usage:
-            yield {**head, "choices": [], "usage": writer.usage()}
+            yield {**head, "choices": [], "usage": writer.usage(), **_timing(prepared, stream, writer)}
     except (Failed, Busy) as e:
         yield error_body(503 if isinstance(e, Busy) else 500, str(e))
+
+
+def _timing(prepared: PreparedRequest, stream: OutputStream, writer: Writer) -> dict[str, Any]:
+    """When tokens came of a request for one output, as vLLM reports it; empty unless the server does."""
+    if not prepared.timed or len(prepared.jobs) > 1 or prepared.jobs[0].sequences > 1 or not stream.first:
+        return {}
+    first, tokens = next(iter(stream.first.values())), max(1, writer.generated)
+    total, decoding = stream.last - stream.submitted, stream.last - first
+    found = {"time_to_first_token_ms": first - stream.submitted, "generation_time_ms": decoding,
+             "queue_time_ms": (stream.scheduled or first) - stream.submitted}  # fmt: skip
+    if tokens > 1:
+        found["mean_itl_ms"] = decoding / (tokens - 1)
+    return {"metrics": {**{name: 1e3 * max(0.0, s) for name, s in found.items()}, "tokens_per_second": tokens / total}}
 
 
 class Writer:
@@ -96,11 +111,15 @@ class Writer:
         self._prompts: dict[int, Sequence[TokenLogprob]] = {}
         """Log-probabilities of prompts, which come with their first output."""
 
+    @property
+    def generated(self) -> int:
+        """Tokens so far."""
+        return 0 if self.prepared.silent else sum(self._generated.values())
+
     def usage(self) -> dict[str, Any]:
         """Token usage so far."""
-        generated = 0 if self.prepared.silent else sum(self._generated.values())
         reasoning = sum(count.tokens for count in self._reasoning.values())
-        return usage(self.prepared, generated, sum(self._cached.values()), reasoning)
+        return usage(self.prepared, self.generated, sum(self._cached.values()), reasoning)
 
     def choice(self, delta: Delta) -> Choice:
         """A complete output."""
@@ -167,13 +186,16 @@ class Writer:
                 yield {"index": index, **self._completion(delta, first), **of_prompt, **self._ids(delta),
                        **_end(delta, self.prepared.silent)}  # fmt: skip
             return
+        found: list[Choice] = []
         if self.prepared.reader is not None:
-            yield from self._called_pieces(index, delta, open_end)
+            found += self._called_pieces(index, delta, open_end)
         elif delta.text or delta.entries or self._ids_of(delta):
             piece = {"index": index, "delta": {"content": delta.text}, **open_end}
-            yield {**piece, "logprobs": self._chat_logprobs(delta), **self._ids(delta)}
-        if delta.finish:
-            yield {"index": index, "delta": {}, "logprobs": None, **_end(delta)}
+            found.append({**piece, "logprobs": self._chat_logprobs(delta), **self._ids(delta)})
+        if delta.finish:  # with the last text, as vLLM has it
+            last = found.pop() if found else {"index": index, "delta": {}, "logprobs": None}
+            found.append({**last, **_end(delta)})
+        yield from found
 
     def _called_pieces(self, index: int, delta: Delta, open_end: Choice) -> Iterator[Choice]:
         """The news of an output in which functions may be called."""

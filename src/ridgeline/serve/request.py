@@ -170,7 +170,8 @@ class Sampling:
         needs(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"is {self.min_tokens}", "give 0 to max_tokens")
         for param in ("logprobs", "prompt_logprobs"):
             count = getattr(self, param)
-            needs(count is None or 0 <= count <= 20, param, f"is {count}, outside 0 to 20", "ask for fewer")
+            fine = count is None or 0 <= count <= vocab_size
+            needs(fine, param, f"is {count}, of a vocabulary of {vocab_size}", "ask for fewer")
         fields = ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids")
         named = {name: getattr(self, name) for name in fields}
         for param, ids in named.items():
@@ -204,6 +205,8 @@ class EngineRequest:
     """The kind of each token (BERT's segments); empty: all are of kind 0."""
     prefill_at: str = ""
     """Address (host:port) of the server that computes the prompt; empty: this one."""
+    client: bytes = b""
+    """Who asks, where the engine is shared fairly between clients."""
 
 
 def check_request(request: EngineRequest, spec: ModelSpec, context: int) -> None:

@@ -34,6 +34,7 @@ Reply = Callable[[P, OutputStream], Any]
 """Builds the response from the engine's output: complete, or as a stream."""
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 RESET_CACHE = "/reset_prefix_cache"
+SLEEP, WAKE = "/sleep", "/wake_up"
 _ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
     "error": {"type": "object", "required": ["message", "type", "param", "code"]}}}}}}  # fmt: skip
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -117,7 +118,7 @@ def generation_routes(app: FastAPI, service: Service) -> None:
         """Continue prompts."""
         return await answer(
             service.loop, request, service.completion, body, lambda a, s: replies.whole(a, s, chat=False),
-            (lambda a, s: replies.chunks(a, s, body, chat=False)) if body.stream else None,
+            (lambda a, s: replies.chunks(a, s, body, False, service.force_usage)) if body.stream else None,
         )  # fmt: skip
 
     @app.post("/v1/chat/completions", responses=_GENERATED)
@@ -125,7 +126,7 @@ def generation_routes(app: FastAPI, service: Service) -> None:
         """Answer a conversation."""
         return await answer(
             service.loop, request, service.chat, body, lambda a, s: replies.whole(a, s, chat=True),
-            (lambda a, s: replies.chunks(a, s, body, chat=True)) if body.stream else None,
+            (lambda a, s: replies.chunks(a, s, body, True, service.force_usage)) if body.stream else None,
         )  # fmt: skip
 
 
@@ -343,6 +344,27 @@ def state_routes(app: FastAPI, service: Service) -> None:
     async def reset() -> Response:
         """Forget all cached prompts, as before a measurement."""
         return Json({"freed_blocks": await loop.ask(Engine.reset_prefix_cache)})
+
+    @app.post(SLEEP, responses=_REFUSALS)
+    async def sleep(request: Request) -> Response:
+        """Free weights and cache. The files of the weights stay in the system's cache, but of level 2 as far as it
+        needs room; whoever asks meanwhile gets a 503."""
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise Invalid("level", f"is {level!r}", "give 1 or 2")
+        await loop.sleep()
+        return Json({"status": "sleeping", "level": int(level)})
+
+    @app.post(WAKE, responses=_REFUSALS)
+    async def wake() -> Response:
+        """Load the weights again."""
+        await loop.wake(service.adapters)
+        return Json({"status": "awake"})
+
+    @app.get("/is_sleeping", responses=_REFUSALS)
+    async def is_sleeping() -> Response:
+        """Whether weights and cache are freed."""
+        return Json({"is_sleeping": loop.asleep})
 
     @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
     async def prometheus() -> Response:

@@ -30,6 +30,7 @@ from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.serve.block_manager import Copy, runs
 from ridgeline.serve.sequence import Sequence
+from ridgeline.serve.step_graphs import StepGraphs
 
 NO_MASK = Mask(None, False)
 
@@ -110,6 +111,8 @@ class Runner:
         """The kind of each row of this step, [1, T]; None: all are of kind 0."""
         self.decoder: Decoder | None = None
         """All layers in one kernel, for steps of one new token for each sequence."""
+        self.graphs: StepGraphs | None = None
+        """Recorded decode steps; None: every step is launched operator by operator."""
         self._described: Pool | None = None
         self._tables: dict[bool, Rope | None] = {  # of layers with a window and the others; one for all sequences:
             kind: model.rope(kind, None, 0, max_model_len, self.device, weight.dtype)  # scalings by length take the
@@ -177,7 +180,9 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: PackedStep) -> Tensor:
-        """Do a step: copies, then the packed pass."""
+        """Do a step: copies, then the packed pass. The next step may overwrite the result."""
+        if self.graphs is not None and (key := self.graphs.find(step)) is not None:
+            return self.graphs.run(step, key)
         ids, at, kinds = self._lay_out(step)
         self.kinds = kinds[None] if step.kinds else None
         compute = self.compute if self.kinds is None else self.forward  # recorded passes have one kind

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ridgeline.serve.block_manager import Blocks, Copy
+from ridgeline.serve.fair_shares import FairShares
 from ridgeline.serve.sequence import Sequence
+from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.scheduling import Limits
 
 
@@ -42,11 +44,15 @@ class Scheduler:
         self.arriving: list[Sequence] = []
         """Sequences whose prompt another server computes."""
         self.order: Order | None = None
+        self.fair: FairShares | None = None
+        """Between clients, among requests of one priority; None: in the order of their arrival."""
         self.preemptions = 0
         self._admitted = 0
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence into the queue, behind those of its priority."""
+        if self.fair is not None:
+            self.fair.arrive(seq.group.request.client, {s.group.request.client for s in self.waiting})
         at, own = len(self.waiting), seq.group.request.priority
         while at and self.waiting[at - 1].group.request.priority > own:
             at -= 1
@@ -166,7 +172,7 @@ class Scheduler:
         while self.waiting and (budget := self._left(batch)) > 0:
             if most is not None and self._admitted - before >= most:
                 return
-            seq = self.waiting[0]
+            seq = self._next()
             busy = sum(s.width for s in self.running if s.total > s.n_computed)
             if busy and busy + seq.width > self.limits.max_num_seqs:
                 return
@@ -183,14 +189,43 @@ class Scheduler:
                 return
             if seq.group.cached_tokens < 0:
                 seq.group.cached_tokens = found
+                if self.fair is not None:
+                    self.fair.admit(seq.group.request.client, seq.total - found)
             self.waiting.popleft()
             self.join(seq)
             batch.tokens[seq] = n
             batch.copies += copies
 
+    def _next(self) -> Sequence:
+        """The sequence that joins next, which is brought to the front of the queue."""
+        seq = self.waiting[0]
+        if self.fair is None or seq.group.cached_tokens >= 0:  # a preempted one goes on
+            return seq
+        own = seq.group.request.priority
+        equal = [s for s in self.waiting if s.group.request.priority == own]
+        client = self.fair.first({s.group.request.client for s in equal})
+        seq = next(s for s in equal if s.group.request.client == client)
+        if seq is not self.waiting[0]:
+            self.waiting.remove(seq)
+            self.waiting.appendleft(seq)
+        return seq
+
     def _fits(self, seq: Sequence) -> bool:
         """Whether the pool has room for all known tokens of a sequence, so that its prompt is not started in vain."""
         return self.blocks.needed(seq.total) - len(seq.blocks) <= self.blocks.free or not self.running
+
+
+POLICIES = ("priority", "fair")
+"""Names of policies: of equal priority, in the order of arrival, or fairly between clients."""
+
+
+def share(scheduler: Scheduler, policy: str) -> None:
+    """Let ``policy`` decide who goes next. Raises :class:`UserError` for one that is not known, or cannot."""
+    if policy not in POLICIES:
+        raise unknown("scheduling policy", policy, POLICIES, "--scheduling-policy")
+    if policy == "fair" and scheduler.order is not None:
+        raise UserError("the plan orders the queue by batches' cost, not by clients", "leave length_dp out")
+    scheduler.fair = FairShares() if policy == "fair" else None
 
 
 def _reads(seq: Sequence) -> bool:

@@ -63,6 +63,10 @@ def make_service(
         dimensions_of(checkpoint),
         defaults,
         most,
+        options.max_logprobs,
+        options.force_usage,
+        options.request_metrics,
+        read_json(checkpoint / "tokenizer_config.json").get("tokenizer_class"),
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.fields import Side, prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.openai import Completion, Sampled
-from ridgeline.serve.reasoning import BEGIN, Reasoned
+from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ThinkingBudget
 from ridgeline.serve.request import SHORTEN, TOO_LONG, EngineRequest, Invalid, Pooling, Sampling
 from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
@@ -61,6 +61,8 @@ class PreparedRequest:
     reasoning: bool | None = None
     """Whether the prompt ends within reasoning; None: reasoning is not told apart."""
     hides_reasoning: bool = False
+    timed: bool = False
+    """Whether the answer tells when its tokens came."""
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to report at each place of the prompt."""
     token_ids: bool = False
@@ -125,6 +127,14 @@ class Service:
     """Sampling parameters of requests that do not give them."""
     most_tokens: int | None = None
     """Most tokens of an output; None: as many as the context takes."""
+    max_logprobs: int = 20
+    """Most log-probabilities that a request may ask for at each place; -1: of the whole vocabulary."""
+    force_usage: bool = False
+    """Whether every chunk of a stream has the usage so far, asked for or not."""
+    request_metrics: bool = False
+    """Whether answers tell when their tokens came."""
+    tokenizer_class: str | None = None
+    """As the checkpoint's ``tokenizer_config.json`` names it."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -157,7 +167,8 @@ class Service:
         ends = sorted(self.loop.engine.eos)
         if named["eos_token"] is None and ends:
             named["eos_token"] = self.vocabulary.name(ends[0])
-        return {**named, "chat_template": self.template.source if self.template is not None else None}
+        template = self.template.source if self.template is not None else None
+        return {**named, "tokenizer_class": self.tokenizer_class, "chat_template": template}
 
     def load_all(self, folder: Path) -> None:
         """Serve every adapter in ``folder``, by the names of its folders; before the loop has started."""
@@ -201,8 +212,9 @@ class Service:
             1 if silent else 16 if body.max_tokens is None else body.max_tokens,
             body.logprobs,
             len(given),
-            prompt_logprobs=max((n for n in (body.logprobs if body.echo else None, body.prompt_logprobs)
-                                 if n is not None), default=None),
+            prompt_logprobs=self._most_likely(
+                (("logprobs", body.logprobs if body.echo else None), ("prompt_logprobs", body.prompt_logprobs))
+            ),
         )  # fmt: skip
         prompts = self.prompts(given, "prompt", body.add_special_tokens, body.truncate_prompt_tokens,
                                body.truncation_side)  # fmt: skip
@@ -222,15 +234,19 @@ class Service:
         reader = self._reader(body)
         if body.choice == "auto" and self.calls is not None and self.calls.special:
             body = body.model_copy(update={"skip_special_tokens": False})
-        sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=body.prompt_logprobs)
+        of_prompt = self._most_likely([("prompt_logprobs", body.prompt_logprobs)])
+        sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=of_prompt)
         prompt = self.chat_prompt(body, body.messages, body.truncate_prompt_tokens, body.truncation_side,
                                   body.add_special_tokens)  # fmt: skip
         if wanted is None:
             room = max(1, self.max_model_len - len(prompt))
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        begun = self._begun(prompt, sampling.grammar is not None)
+        if body.thinking_token_budget is not None:
+            sampling = replace(sampling, grammar=self._thinking_budget(body.thinking_token_budget, begun))
         prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
         prepared.reader = reader
-        if (begun := self._begun(prompt, sampling.grammar is not None)) is not None:
+        if begun is not None:
             prepared.reader = lambda: Reasoned(begun, reader() if reader is not None else None)
             prepared.reasoning, prepared.hides_reasoning = begun, not body.include_reasoning
         last = body.messages[-1]
@@ -270,12 +286,36 @@ class Service:
             unsaid = {name: value for name, value in self.defaults.items() if getattr(body, name) is None}
             body = body.model_copy(update=unsaid)
         longest = max_tokens if self.most_tokens is None else min(max_tokens, self.most_tokens)
+        logprobs = self._most_likely([("logprobs", logprobs)])
         sampling = body.sampling(longest, logprobs, self.vocab_size, bad_words=self._bad_words(body), **more)
         self.loop.bound(prompts * sampling.sequences)
         if body.prompt_logprobs is not None and (body.stream or sampling.ranked):
             what = f"does not go with {'stream' if body.stream else 'ranked outputs'}"
             raise Invalid("prompt_logprobs", what, "leave it out, or ask for one output that is not streamed")
         return replace(sampling, grammar=body.grammar(self.grammars))
+
+    def _most_likely(self, given: Iterable[tuple[str, int | None]]) -> int | None:
+        """The largest of these numbers of log-probabilities, -1 meaning all. Raises :class:`Invalid`."""
+        most, found = self.vocab_size if self.max_logprobs == -1 else self.max_logprobs, None
+        for param, count in given:
+            if count is None:
+                continue
+            count = self.vocab_size if count == -1 else count
+            if not 0 <= count <= most:
+                fix = "ask for fewer" if most else "leave it out"
+                raise Invalid(param, f"asks for {count} log-probabilities at each place, of {most} at most", fix)
+            found = max(count, found or 0)
+        return found
+
+    def _thinking_budget(self, budget: int, begun: bool | None) -> ThinkingBudget:
+        """Ends the reasoning after ``budget`` tokens. Raises :class:`Invalid` where none is told apart."""
+        if budget < 0:
+            raise Invalid("thinking_token_budget", f"is {budget}", "give 0 or more")
+        if begun is None:
+            what = "needs a server with --reasoning-parser, and an output that no structure keeps"
+            raise Invalid("thinking_token_budget", what, "leave it out")
+        begin, end = (tuple(self.vocabulary.encode(mark, special=False)) for mark in (BEGIN, END))
+        return ThinkingBudget(begin, end, budget, begun)
 
     def _bad_words(self, body: Sampled) -> tuple[tuple[int, ...], ...]:
         """The token sequences of the words, alone and after a space."""
@@ -389,17 +429,21 @@ class Service:
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
     ) -> PreparedRequest:
         adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", salt_of(key, body.cache_salt)
-        grammars = [sampling.grammar.fresh() if isinstance(sampling.grammar, Matcher) else None for _ in prompts]
+        first = sampling.grammar
+        grammars = [first.fresh() if isinstance(first, Matcher) else first and first.fork() for _ in prompts]
         jobs = [
             ServeJob(
-                EngineRequest(f"{base}-{i}", prompt, replace(sampling, grammar=grammar), adapter, salt, body.priority),
+                EngineRequest(f"{base}-{i}", prompt, replace(sampling, grammar=grammar), adapter, salt, body.priority,
+                              client=salt_of(key, None)),
                 self.vocabulary, i, body.stops, body.include_stop_str_in_output, body.skip_special_tokens,
             )
             for i, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))
         ]  # fmt: skip
         return PreparedRequest(
-            base, body.model or self.name, jobs, prompt_logprobs=body.prompt_logprobs,
-            token_ids=bool(body.return_token_ids), named_by_id=bool(body.return_tokens_as_token_ids),
+            base, body.model or self.name, jobs,
+            prompt_logprobs=self.vocab_size if body.prompt_logprobs == -1 else body.prompt_logprobs,
+            timed=self.request_metrics, token_ids=bool(body.return_token_ids),
+            named_by_id=bool(body.return_tokens_as_token_ids),
         )  # fmt: skip
 
 

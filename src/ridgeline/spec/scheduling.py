@@ -12,8 +12,9 @@ from ridgeline.spec.workload import Serve
 
 OWN = "ridgeline"
 """The name of Ridgeline's own serving engine."""
-CACHE_SHARE = 0.25
-"""Default for the largest fraction of free memory that the key/value pool takes."""
+CACHE_SHARE = {"cpu": 0.25, "gpu": 0.9}
+"""Default for the largest fraction of free memory that the key/value pool takes: others need a computer's; of a
+GPU's, the rest is for the largest step and for recorded ones."""
 
 
 @dataclass
@@ -91,9 +92,10 @@ class Scheduling:
         each = kv_bytes(self.cache_kind, m.cached_dim) if self.cache_kind else width
         return self.block_size * m.cached_tensors * layers * kv_heads * m.cached_dim * each
 
-    def pool(self, m: ModelSpec, w: Serve, each: float, free: float) -> tuple[int, int]:
+    def pool(self, m: ModelSpec, w: Serve, each: float, free: float, kind: str) -> tuple[int, int]:
         """(blocks of the pool, longest prompt and output together): what was asked for, or what the running sequences
-        could use within a share of ``free`` bytes. ``each``: bytes of a block.
+        could use within a share of ``free`` bytes. ``each``: bytes of a block; ``kind``: of the device,
+        cpu or gpu.
 
         Raises :class:`UserError` for a pool without room.
         """
@@ -101,7 +103,7 @@ class Scheduling:
         if w.kv_cache_bytes is not None:
             found = int(w.kv_cache_bytes / each)
         else:
-            share = w.kv_cache_share or CACHE_SHARE
+            share = w.kv_cache_share or CACHE_SHARE[kind]
             found = min(self.limits.max_num_seqs * -(-longest // self.block_size), int(share * free / each))
         if found < 2:
             raise UserError(

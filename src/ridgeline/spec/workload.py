@@ -174,7 +174,8 @@ class Serve(_Workload):
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Memory of Ridgeline's key/value pool; None: what the engine finds."""
     kv_cache_share: float | None = Field(default=None, gt=0, le=1)
-    """Largest fraction of the device's free memory for the pool; None: a quarter, as others may need the rest."""
+    """Largest fraction of the device's free memory for the pool; None: nine tenths on a GPU; in a
+    computer's memory a quarter, as others may need the rest."""
     seed: int = 0
     checkpoint: str | None = None
 

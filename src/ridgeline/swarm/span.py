@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ridgeline.nn.checkpoint.checkpoint import config_dtype, load_into
+from ridgeline.nn.checkpoint.checkpoint import load_into
+from ridgeline.nn.checkpoint.files import config_dtype
 from ridgeline.nn.memory.decoder import find_decoder
 from ridgeline.nn.model.init import allocate
 from ridgeline.nn.model.transformer import Transformer

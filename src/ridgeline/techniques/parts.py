@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Part = Literal[
-    "activations", "adapter_table", "batch_shape", "batch_split", "compute_dtype", "divided_experts",
+    "activations", "adapter_table", "batch_shape", "batch_split", "compiled_blocks", "compute_dtype", "divided_experts",
     "divided_linears", "divided_tensors", "dropped_blocks", "experts", "fused_attention", "fused_linears",
     "fused_norms", "loss_scale", "low_rank", "masters", "model_shape", "optimizer", "packed_rows", "pass_memory",
     "phase_pools", "products", "queue", "rank_groups", "recomputation", "recorded_step",
@@ -18,6 +18,7 @@ PARTS: dict[Part, str] = {
     "adapter_table": "which adapters a pass runs",
     "batch_shape": "the sizes of batches",
     "batch_split": "how data-parallel ranks share the batch",
+    "compiled_blocks": "blocks compiled as one",
     "compute_dtype": "16-bit matrix products",
     "divided_experts": "experts divided over ranks",
     "divided_linears": "linear layers divided over ranks",

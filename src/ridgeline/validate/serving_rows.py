@@ -27,8 +27,13 @@ REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "
 
 JITTER = 0.064
 """Default coefficient of variation of lengths: drawn uniformly within a fifth of the longest."""
+SPREAD = 0.03
+"""The same of the lengths of clients of whom nothing is known. Exactly equal clients would stay in step for ever, and
+every prompt wait for all others."""
 WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
+
+_BUDGET = 2048
 
 ALONE = ", fields only"
 """Suffix of the groups of predictions that use nothing from the judged rows."""
@@ -36,20 +41,21 @@ ALONE = ", fields only"
 
 def stated(prompt: int, output: int) -> dict[str, Any]:
     """Workload fields as the row has them, with the engine's own token budget, for any backend. All clients start at
-    once; lengths vary by a few percent about the stated ones, without which equal clients would stay in step for ever
-    and every prompt wait for all others."""
-    return {"prompt_len": prompt, "output_len": output, "length_cv": JITTER}
+    once; lengths vary by a few percent about the stated ones."""
+    return {"prompt_len": prompt, "output_len": output, "length_cv": SPREAD}
 
 
 def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, Any]:
     """Workload fields of the load generator taken to be behind a backend's rows.
 
     The files do not say; these assumptions were inferred from the open rows. vLLM: lengths drawn evenly between 0.8 and
-    1 of the stated ones, so that clients fall out of step. TensorRT-LLM: exact lengths, and a token budget of one
-    prompt beside the decoding batch (its times to the first token are the same multiple of a prefill at every length).
+    1 of the stated ones, so that clients fall out of step. TensorRT-LLM: exact lengths, and a token budget of 2048, or
+    of one long prompt beside the decoding batch (whose time to the first token is the same multiple of a prefill at
+    every length).
     """
     if backend == "trtllm":
-        return {"prompt_len": prompt, "output_len": output, "max_num_batched_tokens": prompt + clients}
+        budget = max(_BUDGET, prompt + clients)
+        return {"prompt_len": prompt, "output_len": output, "max_num_batched_tokens": budget}
     mean = {"prompt_len": max(1, round(0.9 * prompt)), "output_len": max(1, round(0.9 * output))}
     return {**mean, "length_cv": JITTER}
 

@@ -13,6 +13,7 @@ import contextlib
 import sys
 import types
 
+import numpy as np
 import torch
 import torch.cuda.amp.common as common
 import torch.nn.functional as F
@@ -69,6 +70,25 @@ def _device() -> None:
 
         def synchronize(self): TRACER.waited("stream")  # fmt: skip
 
+    class CUDAGraph:
+        kernels = 0
+
+        def pool(self): return (0, 0)  # fmt: skip
+
+        def replay(self):
+            TRACER.launched("graph replay")
+            TRACER.replayed += self.kernels
+
+    @contextlib.contextmanager
+    def graph(into, **_):
+        TRACER.recorded = 0
+        try:
+            yield
+            into.kernels = TRACER.recorded
+        finally:
+            TRACER.recorded = None
+
+    cuda.CUDAGraph, cuda.graph = CUDAGraph, graph
     cuda.Stream, cuda.Event = Stream, Event
     cuda.current_stream = lambda *_: Stream()
     cuda.stream = lambda _: contextlib.nullcontext()
@@ -102,6 +122,10 @@ def _questions() -> None:
             TRACER.waited("copy to the device")
         return plain_tensor(data, *args, **kwargs)
 
+    def numpy(self, **_):
+        return np.zeros(tuple(self.shape), str(self.dtype).removeprefix("torch."))
+
+    FakeTensor.numpy = numpy
     Tensor.tolist = FakeTensor.tolist = tolist
     torch.tensor = tensor
     Tensor.pin_memory = FakeTensor.pin_memory = lambda self, *_: self

@@ -19,13 +19,14 @@ def fake_trace_tables(steps: Mapping[str, StepTrace], launch_latency: float, pre
     rows = []
     for name, step in steps.items():
         host = step.launches * launch_latency
+        kernels = f"{step.launches} + {step.replayed}" if step.replayed else str(step.launches)
         compared = predicted if name in ("step", "decode") else None
         share = "" if not compared else percent(host / compared)
-        rows.append([name, str(step.launches), str(step.waited), seconds(host),
+        rows.append([name, kernels, str(step.waited), seconds(host),
                      "" if compared is None else seconds(compared), share])  # fmt: skip
     columns = [Column("step", align="left"), *map(Column, ("launches", "waits", "launching", "predicted", "share"))]
     notes = ["where launching takes longer than the predicted step, the GPU waits for the host",
-             "an operator counts as one launch; a few make more"]  # fmt: skip
+             "an operator counts as one launch (a few make more), a CUDA graph too; + its kernels"]  # fmt: skip
     tables = [Table("on a GPU that is not there", columns, rows, notes)]
     for name, step in steps.items():
         if step.wrong:
@@ -46,7 +47,7 @@ def fake_trace_tables(steps: Mapping[str, StepTrace], launch_latency: float, pre
 def fake_trace_json(steps: Mapping[str, StepTrace]) -> dict[str, Any]:
     """The same as plain data."""
     return {
-        name: {"launches": s.launches, "waits": [vars(w) for w in s.waits], "operators": s.operators,
-               "places": s.places, "wrong": s.wrong, "sequences": s.sequences}
+        name: {"launches": s.launches, "replayed": s.replayed, "waits": [vars(w) for w in s.waits],
+               "operators": s.operators, "places": s.places, "wrong": s.wrong, "sequences": s.sequences}
         for name, s in steps.items()
     }  # fmt: skip

@@ -36,6 +36,8 @@ class StepTrace:
     wrong: list[str]
     """Operators that failed, such as those of tensors on different devices, and requests that ended in an error."""
     sequences: int = 0
+    replayed: int = 0
+    """Kernels of CUDA graphs that the step replays, each by one launch."""
 
     @property
     def waited(self) -> int:
@@ -80,7 +82,7 @@ def _steps(found: dict[str, Any]) -> dict[str, StepTrace]:
     return {
         name: StepTrace(
             s["launches"], s["operators"], s["places"], [Wait(**w) for w in s["waits"]],
-            list(dict.fromkeys([*s["wrong"], *s.get("failed", [])])), s.get("sequences", 0),
+            list(dict.fromkeys([*s["wrong"], *s.get("failed", [])])), s.get("sequences", 0), s["replayed"],
         )
         for name, s in found["steps"].items()
     }  # fmt: skip

@@ -61,6 +61,8 @@ class Tracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.muted = 0
         """Above 0: stand-ins are computing what a device has one kernel for."""
+        self.recorded: int | None = None
+        """Launches that a CUDA graph records just now, during which the host cannot wait; None: none does."""
         self.reset()
 
     def reset(self) -> None:
@@ -69,15 +71,23 @@ class Tracer(TorchDispatchMode):
         self.places: Counter[str] = Counter()
         self.waits: Counter[tuple[str, str]] = Counter()
         self.wrong: Counter[str] = Counter()
+        self.replayed = 0
+        """Kernels of replayed graphs, which the host does not launch."""
 
     def launched(self, name: str) -> None:
-        """Count a launch."""
-        if not self.muted:
-            self.operators[name] += 1
-            self.places[place()] += 1
+        """Count a launch, unless it is recorded for later."""
+        if self.muted:
+            return
+        if self.recorded is not None:
+            self.recorded += 1
+            return
+        self.operators[name] += 1
+        self.places[place()] += 1
 
     def waited(self, kind: str) -> None:
-        """Count a wait of the host."""
+        """Count a wait of the host. Raises :class:`RuntimeError` while a graph is recorded, as CUDA does."""
+        if self.recorded is not None:
+            raise RuntimeError(f"{kind} at {place()}: the host cannot wait while a CUDA graph is recorded")
         if not self.muted:
             self.waits[kind, place()] += 1
 
@@ -161,6 +171,7 @@ class Tracer(TorchDispatchMode):
         """What was counted, as plain data."""
         return {
             "launches": sum(self.operators.values()),
+            "replayed": self.replayed,
             "operators": dict(self.operators.most_common()),
             "places": dict(self.places.most_common()),
             "waits": [{"kind": k, "place": p, "count": n} for (k, p), n in self.waits.most_common()],

@@ -101,9 +101,11 @@ def _compressing(e: Any, device: Any) -> dict[str, dict[str, Any]]:
 
 def _serving(e: Any, device: Any, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     from ridgeline.measure.fake.tracer import TRACER
+    from ridgeline.serve import step_graphs
     from ridgeline.serve.build_engine import make_engine
     from ridgeline.serve.request import EngineRequest, Sampling
 
+    step_graphs.BATCHES = (_SEQUENCES,)  # others are not needed
     engine = make_engine(e, device)
     sequences = min(_SEQUENCES, engine.limits.max_num_seqs)
     prompt = min(_PROMPT, engine.max_model_len // 2)

@@ -100,7 +100,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return gather_parts(x, group, dim)
+        return gather_parts(x, group, dim).contiguous()  # otherwise each of several readers keeps a copy
 
     @staticmethod
     @once_differentiable

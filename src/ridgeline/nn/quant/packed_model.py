@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.checkpoint.checkpoint import Reader, config_dtype, gguf_file, load_checkpoint
+from ridgeline.nn.checkpoint.checkpoint import Reader, load_checkpoint
+from ridgeline.nn.checkpoint.files import config_dtype, gguf_file
 from ridgeline.nn.checkpoint.hf_names import links
 from ridgeline.nn.model.mlp import ACTIVATIONS, gated
 from ridgeline.nn.model.moe import Experts

@@ -29,6 +29,11 @@ def _cpu_has(feature: str) -> bool:
     return bool(supported and supported())
 
 
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for products in bf16."""
+    return _cpu_has("avx512_bf16") or _cpu_has("amx_tile")
+
+
 @lru_cache(maxsize=1)
 def wide_dtype() -> torch.dtype:
     """Dtype in which a CPU multiplies dequantized weights: bf16 if it has matrix units for it, else fp32."""

@@ -28,8 +28,11 @@ _NVLINK = 100e9
 _SWITCHED = 200e9
 """Bandwidth from which a link is assumed to be a switch's, which may support in-network reduction."""
 _SMALLEST_SWITCHED_SUM = 4
-_HOST_SHARE = 1 / 3
-"""Bandwidth through host memory, which is written and read, relative to the link's."""
+_HOST_SHARE = 0.55
+"""Bandwidth through host memory relative to that of direct access, where the memory is fast enough. An assumption
+between servers of 2019, which slow down where cards send and receive at once (10 GB/s each way between two cards of an
+EPYC 7302, github.com/NVIDIA/nccl-tests/issues/74; sums at 3.9 GB/s where broadcasts reach 10, nccl/issues/384), and
+those of 2023 (four RTX 5090 at 35 of 63 GB/s; eight at 28, about what their host's memory allows: nccl/issues/1639)."""
 _HOST_HOP = 1.5e-6
 """Additional seconds of a hop through host memory, compared with one between devices."""
 
@@ -108,7 +111,10 @@ def _inside(device: Device, span: int) -> tuple[float, float]:
     if link is None:
         return device.memory_bandwidth / 4, 20e-6  # through host memory: two copies, read and write
     if not link.p2p:
-        return link.bandwidth * _HOST_SHARE, link.latency + _HOST_HOP
+        rate = _HOST_SHARE * link.bandwidth
+        if device.host:  # every byte is written to its memory and read from it
+            rate = min(rate, device.host.memory_bandwidth / (2 * span))
+        return rate, link.latency + _HOST_HOP
     return link.across(span), link.latency
 
 
@@ -130,7 +136,8 @@ def algorithm_time(
     if kind != "all_reduce":
         return start + best
     levels = rounds * log2(max(2, p.local)) if p.local > 1 else 0.0
-    fixed = levels * (slow * c.tree_hop + p.hop) + rounds * log2(p.nodes) * p.across
+    # Inside a node NCCL's tree is a chain, which crosses every link.
+    fixed = levels * slow * c.tree_hop + rounds * ((p.local - 1) * p.hop + log2(p.nodes) * p.across)
     # Up and down a tree each node sends and receives the buffer only once, less its own part.
     whole = rounds * max(size / p.inside if p.local > 1 else 0.0, (p.nodes - 1) / p.nodes * size / p.outside)
     best = min(

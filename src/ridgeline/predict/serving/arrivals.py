@@ -25,6 +25,10 @@ class Arrival(NamedTuple):
     output: int
 
 
+REQUESTS = 1000
+"""Simulated where a workload does not say how many."""
+
+
 def requests(w: Serve) -> list[Arrival]:
     """The workload's requests in order of arrival; in a closed loop only the first ``concurrency`` times are final.
 
@@ -35,7 +39,7 @@ def requests(w: Serve) -> list[Arrival]:
         found = read_trace(Path(w.trace), w.requests)
         scale = 1.0 if w.rate is None else _rate(found) / w.rate  # a given rate rescales the trace
         return [Arrival(r.arrival * scale, r.prompt, r.output) for r in found]
-    count = w.requests or 1000
+    count = w.requests or REQUESTS
     if w.concurrency is not None:
         return [Arrival(0.0, *_lengths(w, rng)) for _ in range(count)]
     now, out = 0.0, []

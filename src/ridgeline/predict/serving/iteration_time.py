@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ridgeline.graph import Graph, Op, tokens_graph
 from ridgeline.predict.common import rewritten
@@ -22,7 +22,7 @@ from ridgeline.predict.serving.weight_transfers import weight_transfers
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
-from ridgeline.spec.scheduling import Speculation
+from ridgeline.spec.scheduling import OWN, Speculation
 from ridgeline.techniques.registry import as_in_engines
 from ridgeline.techniques.technique import Technique
 
@@ -173,6 +173,8 @@ class Iterations:
         engine: EngineCosts,
         contexts: tuple[int, int],
     ) -> None:
+        if engine.name == OWN and not all(t.captured for t in techniques):
+            engine = replace(engine, graphs=False)
         self.e, self.cluster, self.engine = e, cluster, engine
         low, high = max(1, contexts[0]), max(2, contexts[1])
         self.contexts = (low, max(high, low + 64))

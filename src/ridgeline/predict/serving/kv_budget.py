@@ -78,7 +78,8 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     m, heads = e.model, max(1.0, e.model.cached_heads / e.parallel.get("tp", 1))
     stages = s.stages or even(m.num_layers, e.parallel.get("pp", 1))
     each = s.block_bytes(m, stages[0], heads, DTYPE_BYTES[e.dtype])
-    blocks, longest = s.pool(m, w, each, device.memory_bytes - weights - (work if w.kv_cache_share else 0.0))
+    free = device.memory_bytes - device.reserved_bytes - weights - (work if w.kv_cache_share else 0.0)
+    blocks, longest = s.pool(m, w, each, free, device.kind)
     peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
     reason = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
     return Room(blocks * s.block_size, each / s.block_size, peak, reason), blocks, longest

@@ -48,8 +48,9 @@ class FusedLayers(Technique):
     """Compute the head's product inside the loss, in chunks of rows: the logits of a whole batch are never stored."""
 
     def changes(self) -> frozenset[Part]:
-        """Norms include the preceding residual additions."""
-        return self.card.changes | ({"fused_norms"} if self.elementwise else frozenset())
+        """Merged projections, and norms that include the preceding residual additions; the loss is the model's end."""
+        linears = self.card.changes if self.projections else frozenset()
+        return linears | ({"fused_norms"} if self.elementwise else frozenset())
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:

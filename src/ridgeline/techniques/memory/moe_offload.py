@@ -37,6 +37,7 @@ class MoEOffload(Technique):
         needs_model={"family": "mixtral", "num_experts": 4, "experts_per_token": 2},
     )
     phase: ClassVar[Phase] = "offload"
+    captured: ClassVar[bool] = False
 
     parameters: Literal["cpu", "nvme"] = "cpu"
     """Where experts are stored: host memory or disk."""

@@ -246,7 +246,7 @@ def _full(b: Block, kept: float, early_stop: bool) -> None:
     again = frozenset({"recompute"})
     read = {k: Saved(s.bytes, again) for k, s in b.saved.items() if k == "encoder_output"}
     b.saved = {"input": Saved(kept, again), **read}
-    b.backward = _again(b.forward[:end]) + b.backward
+    b.backward = _again([o for o in b.forward[:end] if o.role != "entry"]) + b.backward
 
 
 def _rebuilt(b: Block) -> float:

@@ -44,6 +44,7 @@ class ZeroInference(Technique):
         owns=frozenset({"resting_weights"}),
     )
     phase: ClassVar[Phase] = "offload"
+    captured: ClassVar[bool] = False
 
     parameters: Literal["cpu", "nvme"] = "cpu"
     """Where the weights of layers are stored: host memory or disk."""

@@ -10,6 +10,10 @@ _STREAM = ("input", "attention_input", "cross_input", "cross_normed", "mlp_sum",
            "final_sum", "head.normed", "head.input", "embed.sum")  # fmt: skip
 
 
+_WHOLE = frozenset(("attention.q_a_proj.dw", "attention.kv_a_proj.dw", "mlp.router.dw"))
+"""The layers that every rank applies to the whole sequence, whose input stays gathered."""
+
+
 def divide_stream(b: Block, t: int, size: float) -> None:
     """Replace the all-reduces of a block whose layers are divided over ``t`` ranks, by a reduce-scatter and an
     all-gather of ``size`` bytes each; divide the residual stream's operators and saved activations."""
@@ -18,6 +22,8 @@ def divide_stream(b: Block, t: int, size: float) -> None:
     b.backward += _regathers(b, size, t)
     for name, saved in b.saved.items():
         norm = name.endswith("norm.stats") and "attention." not in name
+        if saved.users & _WHOLE:
+            continue
         if name in _STREAM or name.endswith("residual.mask") or norm:
             b.saved[name] = Saved(saved.bytes / t, saved.users)
 

@@ -48,6 +48,7 @@ class ExpertParallel(Technique):
     )
     phase: ClassVar[Phase] = "tensor"
     order: ClassVar[int] = 2
+    captured: ClassVar[bool] = False
 
     degree: int = Field(default=2, ge=2)
     """Ranks that share the experts."""

@@ -110,7 +110,7 @@ class OperatorSharding:
         gathered."""
         direction = "backward" if wanted else "forward"
         gather = Op("stream.gather", "communication", "all_gather", direction, bytes=self.stream,
-                    link_bytes=self.stream, ranks=self.t, axis="tp")  # fmt: skip
+                    link_bytes=self.stream, ranks=self.t, axis="tp", role="entry")  # fmt: skip
         if wanted:
             b.backward.append(gather)
         else:

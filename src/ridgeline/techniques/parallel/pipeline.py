@@ -41,6 +41,7 @@ class PipelineParallel(Technique):
         changes=frozenset({"whole_gradients"}),
     )
     phase: ClassVar[Phase] = "split"
+    captured: ClassVar[bool] = False
 
     degree: int = Field(default=2, ge=2)
     """Number of stages, one per rank."""

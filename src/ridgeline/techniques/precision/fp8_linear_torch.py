@@ -18,6 +18,7 @@ from ridgeline.nn.kernels.dispatch import has_float8
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
 from ridgeline.nn.quant.codec import E4M3, E5M2, decode, quantize, quantize_both
+from ridgeline.nn.quant.packed_model import BIASES, PackedExperts
 
 _latest: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
 """The last quantized input, its version, its codes and their factor: layers that read the same tensor share its
@@ -137,6 +138,27 @@ class StoredFp8Linear(nn.Module):
         else:
             y = nn.functional.linear(x.to(dtype), decode(codes, self.scale, dtype))
         return y if self.bias is None else y + self.bias.to(dtype)
+
+
+def store_experts(model: nn.Module) -> None:
+    """Store the dense experts of mixtures as :class:`StoredFp8Linear`, one for each projection of each expert."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Experts):
+                biases = {bias: getattr(child, bias) for bias in BIASES}
+                gate = None if child.gate_proj is None else _stored(child.gate_proj)
+                setattr(module, name, PackedExperts(child.activation, gate, _stored(child.up_proj),
+                                                    _stored(child.down_proj), biases))  # fmt: skip
+
+
+def _stored(stack: Tensor) -> list[nn.Module]:
+    """The experts' weights [E, out, in] one by one."""
+    made: list[nn.Module] = []
+    for weight in stack.detach().unbind():
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        made.append(StoredFp8Linear(linear))
+    return made
 
 
 def _coded_rows(x: Tensor) -> tuple[Tensor, Tensor]:

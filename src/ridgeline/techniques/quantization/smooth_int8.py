@@ -33,6 +33,8 @@ class SmoothInt8(WeightOnly):
         runs_in=frozenset({"compress", "generate", "serve"}),
     )
 
+    captured: ClassVar[bool] = False
+
     bits: Literal[8] = 8
     """Bits per weight and per input."""
     group_size: Literal[0] = 0

@@ -27,12 +27,12 @@ class DynamicMemory(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="EET as a whole runs a decoder layer 1.40-4.20x as fast as FasterTransformer 4.0 on an A100",
-        unpredicted={"serve": "what it saves is the allocator's work and gaps, of which the graph has none"},
         owns=frozenset({"pass_memory"}),
         conflicts=FROM_REQUESTS,
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 9
+    captured: ClassVar[bool] = False
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:

@@ -40,12 +40,12 @@ class LengthAwareMemory(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="the smallest memory of the allocators compared, with few allocations, at lengths that vary",
-        unpredicted={"serve": "what it saves is the allocator's work and gaps, of which the graph has none"},
         owns=frozenset({"pass_memory"}),
         conflicts=FROM_REQUESTS,
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 9
+    captured: ClassVar[bool] = False
 
     keep: int = Field(default=16, ge=0)
     """Number of passes without use after which a chunk is freed."""

@@ -40,6 +40,7 @@ class MultiAdapter(Technique):
         changes=frozenset({"adapter_table"}),
     )
     phase: ClassVar[Phase] = "loop"
+    captured: ClassVar[bool] = False
 
     two_stage: bool = False
     """Divide the queue into batches within each task first, then across tasks; for padded batches."""

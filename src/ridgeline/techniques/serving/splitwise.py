@@ -28,12 +28,12 @@ class Splitwise(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="1.4x the throughput at 20 % lower cost, or 2.35x at equal cost and power",
-        unpredicted={"serve": "one server is simulated here, which computes both phases"},
         owns=frozenset({"phase_pools"}),
         conflicts={"pass_memory": "{other} uses the memory of a pass again, where copies of the cache wait to be sent"},
         example={"whole_below": 8},
     )
     phase: ClassVar[Phase] = "loop"
+    captured: ClassVar[bool] = False
 
     role: Literal["prefill", "decode", "mixed"] = "mixed"
     """What the router prefers to use this server for."""

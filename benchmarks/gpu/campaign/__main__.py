@@ -1,0 +1,82 @@
+"""Measures everything on the GPU of this machine, in parts of a few minutes, each line beside its prediction.
+
+    make gpu                                             # all parts, one after another, into gpu-results/
+    python benchmarks/gpu/campaign --out DIR --part kernels --minutes 9 --wheels wheels
+
+Predictions are written before anything is measured. Every part has its own JSON file in ``--out``; what is in one
+already is not measured again, so that a part that ran out of time goes on where it stopped. On a machine without some
+packages, ``--wheels`` names a folder with their wheels (``make gpu-wheels`` fills one), which are installed into a
+temporary folder, offline. Without a GPU, ``--small`` runs the same parts in small on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE.parents[2] / "src"
+PARTS = ("correctness", "probe", "kernels", "training", "serving", "offload")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="campaign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of the results")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only these (default: all)")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only lines whose name has this")
+    parser.add_argument("--minutes", type=float, default=9.0, help="longest time of a part")
+    parser.add_argument("--on", help="catalog name of this device (default: by the driver's name for it)")
+    parser.add_argument("--small", action="store_true", help="tiny models and few lines; also without a GPU")
+    parser.add_argument("--again", action="store_true", help="measure the parts anew")
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="write the predictions and the report, measure nothing; with --on, no GPU is needed",
+    )
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that are missing")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def find_packages(wheels: Path | None) -> None:
+    """Put the project on the path of this process and its children, and with it what ``wheels`` holds."""
+    site = Path(tempfile.gettempdir()) / "ridgeline-gpu-packages"
+    if wheels is not None and not site.exists():
+        files = sorted(map(str, wheels.glob("*.whl")))
+        if not files:
+            raise SystemExit(f"error: no wheels in {wheels}\n  fix: fill it with `make gpu-wheels`")
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
+        subprocess.run([*command, *files], check=True)
+    held = [str(SOURCE), str(HERE.parent), *([str(site)] if site.exists() else [])]
+    sys.path[:1] = held
+    os.environ["PYTHONPATH"] = os.pathsep.join([*held, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def main() -> None:
+    given = arguments()
+    find_packages(given.wheels)
+    try:
+        from campaign import run
+    except ModuleNotFoundError as e:
+        fix = "`make setup`, or --wheels FOLDER (`make gpu-wheels`)"
+        raise SystemExit(f"error: the package {e.name!r} is not installed\n  fix: {fix}") from None
+    from ridgeline.spec.errors import UserError
+
+    try:
+        if given.child:
+            run.measure_here(given)
+        else:
+            run.campaign(given, given.part or PARTS)
+    except UserError as e:
+        print(f"error: {e.what}\n  fix: {e.fix}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Each kernel of ours against the roof, beside plain PyTorch's operators, with its error against fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from campaign.cells import Cell, Figures, Setting
+from campaign.probe import rates, said
+from ridgeline.graph.graph import Op
+from ridgeline.measure.probing.gpu_operators import ROTATE_BYTES, timed
+from ridgeline.nn.kernels import functions
+from ridgeline.nn.memory.step_pages import make_pages
+from ridgeline.nn.quant.packed import Packed
+from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.quantized_kv import KINDS
+from ridgeline.nn.quant.ternary import ZEROS, Ternary, TernaryLinear
+
+ERROR = 2e-2
+"""Largest relative error of results in bf16 (:func:`error`)."""
+GROUP = 128
+
+
+class Calls(NamedTuple):
+    """Our kernel on several sets of operands, so that caches do not hold them; PyTorch's way; what is right."""
+
+    ours: list[Callable[[], Tensor]]
+    plain: list[Callable[[], Tensor]]
+    right: Callable[[], Tensor]
+
+
+def cells(setting: Setting) -> list[Cell]:
+    """Norms, activations, loss, optimizer; products with codes; attention over pages; fp8."""
+    rows, n, wide, vocabulary = (64, 64, 128, 512) if setting.small else (16384, 4096, 14336, 128256)
+    dtype = torch.float32 if setting.small else torch.bfloat16
+    size = dtype.itemsize
+    name = "fp32" if setting.small else "bf16"
+    found: list[tuple[str, Op, Callable[[], Calls]]] = []
+
+    def line(label: str, kind: str, moved: float, make: Callable[..., Calls], *sizes: object) -> None:
+        found.append((label, _op(kind, moved, name), partial(make, setting, *sizes)))
+
+    line(f"add and RMS norm, {rows}x{n}", "norm", 4.0 * rows * n * size, _norm, rows, n, dtype)
+    line(f"SwiGLU, {rows}x{wide}", "activation", 3.0 * rows * wide * size, _swiglu, rows, wide, dtype)
+    line(f"rotary embedding, {rows} rows of {n}", "rope", 2.0 * rows * n * size, _rotary, rows, n, dtype)
+    few = rows // 4
+    line(f"cross entropy with gradient, {few}x{vocabulary}", "loss", 2.0 * few * vocabulary * size, _entropy, few,
+         vocabulary, dtype)  # fmt: skip
+    line(f"AdamW of {rows * n}", "optimizer", 30.0 * rows * n, _adamw, rows * n)
+    shapes = ((n, n),) if setting.small else ((4096, 4096), (14336, 4096), (4096, 14336))
+    for (out, width), bits in product(shapes, (8, 4) if setting.small else (8, 4, 3, 2)):
+        for m in (1, 16) if setting.small else (1, 16, 64, 512, 4096):
+            held = out * width * bits / 8 + 2 * out * width / GROUP
+            op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=held + (m * width + m * out) * size,
+                    dtype=name, shape=(m, out, width), weight_dtype=f"int{bits}")  # fmt: skip
+            label = f"int{bits} product, {m} rows, {out}x{width}"
+            found.append((label, op, partial(_codes, setting, m, out, width, bits, dtype)))
+    if setting.kind == "cuda":
+        found += _on_gpus(setting)
+    return [
+        Cell(label, partial(measured, setting, op, make), partial(said, setting, op), goals={"error": ("<=", ERROR)})
+        for label, op, make in found
+    ]
+
+
+def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
+    """What only a GPU has kernels for."""
+    found: list[tuple[str, Op, Callable[[], Calls]]] = []
+    for batch, heads, groups, d, length, kind, new in (
+        (1, 32, 8, 128, 8192, "", 1), (64, 32, 8, 128, 4096, "", 1), (16, 64, 8, 128, 8192, "", 1),
+        (64, 32, 8, 128, 4096, "int8", 1), (64, 32, 8, 128, 4096, "int4", 1), (64, 32, 8, 128, 4096, "fp8", 1),
+        (64, 32, 8, 128, 4096, "", 5), (4, 32, 8, 128, 4096, "", 1024),
+    ):  # fmt: skip
+        bits = {"": 16, "int8": 8.25, "fp8": 8.25, "int4": 4.5}[kind]
+        cached = 2.0 * batch * groups * length * d * bits / 8
+        pairs = new * length - new * (new - 1) / 2
+        op = Op("attention", "", "attention", flops=4.0 * batch * heads * pairs * d,
+                bytes=cached + 4.0 * batch * new * heads * d, dtype="bf16",
+                shape=(batch, heads, groups, new, length, d), kv_dtype=kind, causal=new > 1)  # fmt: skip
+        label = f"paged attention, {batch} of {length} tokens, {heads}/{groups} heads of {d}"
+        label += f", {kind} cache" * bool(kind) + f", {new} new" * (new > 1)
+        found.append((label, op, partial(_paged, setting, op)))
+    ternary = Op("product", "", "gemm", flops=2.0 * 4096 * 4096, bytes=4096 * 4096 * 0.1, dtype="bf16",
+                 shape=(1, 4096, 4096))  # fmt: skip
+    found.append(("ternary product, 1 row, 4096x4096", ternary, partial(_ternary, 4096, 4096)))
+    loss = Op("loss", "", "gemm", flops=6.0 * 16384 * 128256 * 2048, bytes=6.0 * 128256 * 2048, dtype="bf16",
+              shape=(16384, 128256, 3 * 2048))  # fmt: skip
+    found.append(("head and loss in chunks, 16384x2048 into 128256", loss, partial(_chunked, 16384, 2048, 128256)))
+    return found
+
+
+def _op(kind: str, moved: float, dtype: str) -> Op:
+    return Op(kind, "", kind, bytes=moved, dtype=dtype)
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float((found.double() - right.double()).norm() / right.double().norm())
+
+
+def measured(setting: Setting, op: Op, make: Callable[[], Calls]) -> Figures:
+    """Our kernel and PyTorch's operators, timed in one run."""
+    torch.manual_seed(0)
+    calls, device = make(), torch.device(setting.kind)
+    with torch.no_grad():
+        wrong = error(calls.ours[0](), calls.right())
+    ours, plain = timed(device, calls.ours), timed(device, calls.plain)
+    return rates(setting, op, ours) | {"plain_seconds": plain, "speedup": plain / ours, "error": wrong}
+
+
+def _copies(size: float) -> int:
+    return max(1, min(8, int(ROTATE_BYTES // size)))
+
+
+def _randn(setting: Setting, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device=setting.kind, dtype=dtype)
+
+
+def _norm(setting: Setting, rows: int, n: int, dtype: torch.dtype) -> Calls:
+    sets = [(_randn(setting, rows, n, dtype=dtype), _randn(setting, rows, n, dtype=dtype)) for _ in range(2)]
+    w = _randn(setting, n, dtype=dtype)
+    x, u = sets[0]
+    return Calls(
+        [partial(lambda a, b: functions.add_norm(a, b, w, None, 1e-5, False, dtype)[1], a, b) for a, b in sets],
+        [partial(lambda a, b: F.rms_norm(a + b, (n,), w, 1e-5), a, b) for a, b in sets],
+        lambda: F.rms_norm((x.float() + u.float()), (n,), w.float(), 1e-5),
+    )
+
+
+def _swiglu(setting: Setting, rows: int, n: int, dtype: torch.dtype) -> Calls:
+    x = _randn(setting, rows, 2 * n, dtype=dtype)
+
+    def plain(t: Tensor) -> Tensor:
+        return F.silu(t[:, :n]) * t[:, n:]
+
+    return Calls([lambda: functions.bias_activation(x, None, "silu")], [lambda: plain(x)], lambda: plain(x.float()))
+
+
+def _rotary(setting: Setting, rows: int, n: int, dtype: torch.dtype) -> Calls:
+    d = 128 if n >= 128 else 32
+    x = _randn(setting, rows, n, dtype=dtype)
+    angle = torch.rand(rows, d // 2, device=setting.kind)
+    cosine = torch.cat([angle.cos()] * 2, 1)[:, None].to(dtype)
+    sine = torch.cat([-angle.sin(), angle.sin()], 1)[:, None].to(dtype)
+
+    def plain(t: Tensor) -> Tensor:
+        heads = t.view(rows, -1, d)
+        turned = torch.cat([heads[..., d // 2 :], heads[..., : d // 2]], -1)
+        return (heads * cosine.to(t.dtype) + turned * sine.to(t.dtype)).view(rows, n)
+
+    right = plain(x.float())
+    scratch = x.clone()
+    first = [True]
+
+    def ours() -> Tensor:  # in place: the first call is checked
+        if first[0]:
+            first[0] = False
+            return functions.rotate_(x.clone(), cosine, sine, n // d, d)
+        return functions.rotate_(scratch, cosine, sine, n // d, d)
+
+    return Calls([ours], [lambda: plain(x)], lambda: right)
+
+
+def _entropy(setting: Setting, rows: int, vocabulary: int, dtype: torch.dtype) -> Calls:
+    x = _randn(setting, rows, vocabulary, dtype=dtype)
+    labels = torch.randint(0, vocabulary, (rows,), device=setting.kind)
+    right = F.cross_entropy(x.float(), labels, reduction="sum")
+
+    def plain() -> Tensor:
+        given = x.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = F.cross_entropy(given.float(), labels, reduction="sum")
+            return torch.autograd.grad(loss, given)[0]
+
+    # Overwrites its logits by their gradient: later calls read that, which takes as long.
+    return Calls([lambda: functions.loss_and_gradient(x, labels, True)], [plain], lambda: right)
+
+
+def _adamw(setting: Setting, n: int) -> Calls:
+    p, g, m, v = (_randn(setting, n, dtype=torch.float32) for _ in range(4))
+    v, low = v.abs_(), torch.empty(n, dtype=torch.bfloat16, device=setting.kind)
+    plain = torch.nn.Parameter(p.clone())
+    plain.grad = g
+    optimizer = torch.optim.AdamW([plain], lr=1e-3, weight_decay=0.1, fused=True, capturable=setting.kind == "cuda")
+    m1, v1 = 0.9 * m.double() + 0.1 * g.double(), 0.999 * v.double() + 0.001 * g.double() ** 2
+    step = 7
+    right = p.double() * (1 - 1e-4) - 1e-3 / (1 - 0.9**step) * m1 / (v1.sqrt() / (1 - 0.999**step) ** 0.5 + 1e-8)
+
+    def ours() -> Tensor:
+        functions.adamw_(low, p, g, m, v, 1e-3, 0.9, 0.999, 1e-8, 0.1, step)
+        return p
+
+    def theirs() -> Tensor:
+        optimizer.step()
+        return plain
+
+    return Calls([ours], [theirs], lambda: right)
+
+
+def _codes(setting: Setting, rows: int, out: int, width: int, bits: int, dtype: torch.dtype) -> Calls:
+    device = torch.device(setting.kind)
+    group = min(GROUP, width)
+    drawn = torch.randint(1 << bits, (out, width), dtype=torch.uint8)
+    record = Packed(drawn, torch.rand(out, width // group).half() * 0.01, None, bits, group)
+    layers = [PackedLinear(record, device=device) for _ in range(_copies(out * width * bits / 8))]
+    x = _randn(setting, rows, width, dtype=dtype)
+    dense = record.dense().to(device)
+    weights = [dense.to(dtype) for _ in range(_copies(out * width * dtype.itemsize))]
+    return Calls([partial(layer, x) for layer in layers], [partial(F.linear, x, w) for w in weights],
+                 lambda: F.linear(x.float(), dense))  # fmt: skip
+
+
+def _ternary(out: int, width: int) -> Calls:
+    drawn = torch.rand(out, width)
+    symbols = torch.where(drawn < ZEROS, 0, torch.where(drawn < (1 + ZEROS) / 2, 1, 2)).to(torch.uint8)
+    record = Ternary.encode(symbols, -torch.rand(out).half(), torch.rand(out).half())
+    layers = [TernaryLinear(record, device=torch.device("cuda")) for _ in range(8)]
+    dense = record.dense().cuda()
+    weights = [dense.bfloat16() for _ in range(8)]
+    x = torch.randn(1, width, dtype=torch.bfloat16, device="cuda")
+    return Calls([partial(layer, x) for layer in layers], [partial(F.linear, x, w) for w in weights],
+                 lambda: F.linear(x.float(), dense))  # fmt: skip
+
+
+def _paged(setting: Setting, op: Op) -> Calls:
+    from ridgeline.nn.kernels.paged_attention import paged_attention
+
+    batch, heads, groups, new, length, d = op.shape
+    device, kind, blocks = torch.device(setting.kind), op.kv_dtype, length // 16
+    k, v = (torch.randn(1, groups, batch * length, d, device=device, dtype=torch.bfloat16) for _ in range(2))
+    stores: list[Any] = []
+    for held in (k, v):
+        if kind:
+            codes = KINDS[kind](tuple(held.shape), device)
+            codes.write(torch.arange(batch * length, device=device), held)
+            stores.append(codes)
+        else:
+            stores.append(held)
+    order = torch.randperm(batch * blocks, device=device).int().view(batch, blocks)
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+    pages = make_pages(order, lengths, [new] * batch, 16, heads // groups, d, kind)
+    q = torch.randn(batch * new, heads, d, device=device, dtype=torch.bfloat16)
+    slots = (order.long()[:, :, None] * 16 + torch.arange(16, device=device)).view(batch, length)
+
+    def plain(wide: torch.dtype) -> Tensor:
+        read = [s if isinstance(s, Tensor) else s.read(slice(0, batch * length), torch.bfloat16) for s in stores]
+        keys, values = (t[0][:, slots].transpose(0, 1).to(wide) for t in read)  # [batch, groups, length, d]
+        query = q.view(batch, new, heads, d).transpose(1, 2).to(wide)
+        at = torch.arange(length, device=device)
+        seen = at <= at[-new:, None]
+        out = F.scaled_dot_product_attention(query, keys, values, seen, enable_gqa=True)
+        return out.transpose(1, 2).reshape(batch * new, heads, d)
+
+    return Calls([lambda: paged_attention(q, stores[0], stores[1], pages, 0)], [lambda: plain(torch.bfloat16)],
+                 lambda: plain(torch.float32))  # fmt: skip
+
+
+def _chunked(rows: int, hidden: int, vocabulary: int) -> Calls:
+    head = torch.randn(vocabulary, hidden, device="cuda").mul_(hidden**-0.5).requires_grad_()
+    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, vocabulary, (rows,), device="cuda")
+
+    def ours() -> Tensor:
+        with torch.enable_grad():
+            loss = functions.linear_loss(x, head, None, labels, 4096, torch.bfloat16)
+            return torch.autograd.grad(loss, [x, head])[0]
+
+    def plain() -> Tensor:
+        with torch.enable_grad():
+            loss = F.cross_entropy(F.linear(x, head.bfloat16()).float(), labels, reduction="sum")
+            return torch.autograd.grad(loss, [x, head])[0]
+
+    return Calls([ours], [plain], plain)

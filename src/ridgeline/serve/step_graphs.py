@@ -1,0 +1,181 @@
+"""Decode steps as CUDA graphs: recorded once for some numbers of sequences and lengths, then replayed by one launch.
+
+A replay reads its numbers (tokens, positions, slots, block tables, lengths) from buffers that stay where they are; the
+host fills a pinned copy of them and sends it in one piece. A step of fewer sequences than its graph's is padded: pads
+write to a block that no sequence has, and nothing reads what they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgeline.nn.memory.kv_pool import Piece
+from ridgeline.nn.memory.step_pages import Pages, Work, launches
+
+if TYPE_CHECKING:
+    from ridgeline.serve.runner import PackedStep, Runner
+
+Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+"""Runs a function and records what it launches → (a call that launches the same again, the result that this fills)."""
+BATCHES: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Sequences of the recorded steps, up to the most of a step."""
+NARROWEST, WIDER = 64, 4
+"""Blocks of a sequence in the narrowest recorded table, and how much wider the next one is."""
+
+
+class CudaRecorder:
+    """Records on a GPU; all graphs share the memory of their temporaries, as only one runs at a time."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """Run twice beside the main stream, so that kernels are compiled and libraries have their memory; then
+        record."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            out = run()
+        self.pool = self.pool or graph.pool()
+        return graph.replay, out
+
+
+@dataclass
+class _Numbers:
+    """What a replay reads, on the host and on the device, where its address never changes."""
+
+    host: Tensor
+    device: Tensor
+    rows: np.ndarray
+    """int64 [3, B] of the host's copy: tokens, positions, slots."""
+    lengths: np.ndarray
+    """int32 [B]."""
+    table: np.ndarray
+    """int32 [B, blocks]."""
+    sent: Any = None
+    """Recorded behind the last copy."""
+
+    @classmethod
+    def make(cls, batch: int, blocks: int, device: torch.device) -> _Numbers:
+        """Numbers of ``batch`` sequences with tables of ``blocks``."""
+        host = torch.from_numpy(np.zeros(4 * batch * (7 + blocks), dtype=np.uint8))
+        host = host.pin_memory() if device.type == "cuda" else host
+        there = torch.zeros(host.numel(), dtype=torch.uint8, device=device)
+        array, at = host.numpy(), (24 * batch, 28 * batch)
+        rows, lengths, table = array[: at[0]].view(np.int64), array[at[0] : at[1]], array[at[1] :]
+        return cls(host, there, rows.reshape(3, batch), lengths.view(np.int32),
+                   table.view(np.int32).reshape(batch, blocks))  # fmt: skip
+
+    def on_device(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, lengths and table as the device has them."""
+        batch, blocks = self.table.shape
+        rows, lengths, table = self.device.split([24 * batch, 4 * batch, 4 * batch * blocks])
+        return (rows.view(torch.int64).view(3, batch), lengths.view(torch.int32),
+                table.view(torch.int32).view(batch, blocks))  # fmt: skip
+
+    def free(self) -> None:
+        """Wait until the last copy has read the host's numbers: they are about to change. It has, where a step's tokens
+        were waited for."""
+        if self.sent is not None and not self.sent.query():
+            self.sent.synchronize()
+
+    def send(self) -> None:
+        """Copy them to the device; the host does not wait."""
+        self.device.copy_(self.host, non_blocking=True)
+        if self.device.is_cuda:
+            self.sent = self.sent or torch.cuda.Event()
+            self.sent.record()
+
+
+@dataclass
+class _Graph:
+    """A recorded step."""
+
+    numbers: _Numbers
+    replay: Callable[[], object]
+    out: Tensor
+    """[B, H]: what the head reads."""
+
+
+class StepGraphs:
+    """The recorded decode steps of a runner. ``pad``: the block that pads use, ``most``: sequences of a step."""
+
+    def __init__(self, runner: Runner, pad: int, most: int, longest: int, record: Record) -> None:
+        """``longest``: tokens of a sequence."""
+        self.runner, self.pad, self.record = runner, pad, record
+        self.batches = [*(b for b in BATCHES if b < most), min(most, BATCHES[-1])]
+        self.widths, need = [NARROWEST], -(-longest // runner.block_size)
+        while self.widths[-1] < need:
+            self.widths.append(self.widths[-1] * WIDER)
+        self.widths[-1] = min(self.widths[-1], need)
+        self.graphs: dict[tuple[int, int], _Graph] = {}
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Record them all, the largest first: the memory of its temporaries is enough for the others."""
+        for width in reversed(self.widths):
+            for batch in reversed(self.batches):
+                self.graphs[batch, width] = self._recorded(batch, width)
+
+    def find(self, step: PackedStep) -> tuple[int, int] | None:
+        """The recorded step that ``step`` can be a part of: one new token for each sequence, nothing beside."""
+        n = len(step.pieces)
+        if step.copies or step.kinds or len(step.ids) != n or not n or n > self.batches[-1]:
+            return None
+        blocks = max(-(-p.length // self.runner.block_size) for p in step.pieces)
+        return next(b for b in self.batches if b >= n), next(w for w in self.widths if w >= blocks)
+
+    def run(self, step: PackedStep, key: tuple[int, int]) -> Tensor:
+        """Do a step by its graph → [T, H], which the next step overwrites."""
+        graph, n, size = self.graphs[key], len(step.pieces), self.runner.block_size
+        numbers = graph.numbers
+        numbers.free()
+        self._pad(numbers, n)
+        numbers.rows[0, :n], numbers.rows[1, :n], numbers.rows[2, :n] = step.ids, step.at, step.slots
+        for i, piece in enumerate(step.pieces):
+            used = -(-piece.length // size)
+            numbers.lengths[i] = piece.length
+            numbers.table[i, :used] = np.frombuffer(piece.blocks, dtype=np.int32, count=used)
+        numbers.send()
+        graph.replay()
+        return graph.out[:n]
+
+    def _pad(self, numbers: _Numbers, n: int) -> None:
+        """Rows from ``n`` on are pads: token 0 at place 0 of a sequence of one."""
+        numbers.rows[:2, n:] = 0
+        numbers.rows[2, n:] = self.pad * self.runner.block_size
+        numbers.lengths[n:] = 1
+        numbers.table[n:, 0] = self.pad
+
+    def _recorded(self, batch: int, width: int) -> _Graph:
+        runner, layout = self.runner, self.runner.layout
+        numbers = _Numbers.make(batch, width, runner.device)
+        self._pad(numbers, 0)
+        numbers.send()
+        rows, lengths, table = numbers.on_device()
+        spec = runner.model.spec
+        (launch,) = launches([1] * batch, spec.num_heads // spec.num_kv_heads, spec.cached_dim, runner.kind)
+        items = torch.tensor(launch.items, dtype=torch.int32).to(runner.device)
+        starts = torch.arange(batch + 1, dtype=torch.int32).to(runner.device)
+        work = Work(items, launch.rows, launch.used, launch.split)
+
+        def run() -> Tensor:
+            layout.slots = rows[2]
+            layout.pieces = [Piece(i, i + 1, [], False, 1) for i in range(batch)]
+            layout.pages = Pages(table, lengths, starts, runner.block_size, (work,))
+            runner.kinds = None
+            return runner.forward(rows[0][None], rows[1])
+
+        replay, out = self.record(run)
+        return _Graph(numbers, replay, out)

@@ -1,0 +1,131 @@
+"""Sharing one engine between clients, and refusing what would come too late."""
+
+import pytest
+import torch
+from tests.serving import engine, model
+
+from ridgeline.serve.engine_loop import QueueSpeed
+from ridgeline.serve.fair_shares import FairShares
+from ridgeline.serve.request import EngineRequest, Sampling
+from ridgeline.serve.scheduler import share
+from ridgeline.spec.errors import UserError
+
+PROMPT, OUTPUT, SEQS = 8, 6, 2
+
+
+def request(name, client, priority=0, prompt=PROMPT):
+    sampling = Sampling(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+    return EngineRequest(
+        name, list(range(1, prompt + 1)), sampling, priority=priority, salt=name.encode(), client=client
+    )
+
+
+def made(policy="fair"):
+    eng = engine(model(), max_num_seqs=SEQS)
+    share(eng.scheduler, policy)
+    return eng
+
+
+def served(eng, steps=10**6):
+    """What ends, in order, with the counters after every step."""
+    ends, levels = [], []
+    while eng.has_work() and len(levels) < steps:
+        ends += [event.request for event in eng.step() if event.finish]
+        levels.append(dict(eng.scheduler.fair.served) if eng.scheduler.fair else {})
+        eng.check()
+    return ends, levels
+
+
+def test_a_flood_does_not_hold_up_another_client():
+    order = {}
+    for policy in ("priority", "fair"):
+        eng = made(policy)
+        for i in range(12):
+            eng.add(request(f"a{i}", b"a"))
+        eng.add(request("b0", b"b"))
+        eng.add(request("b1", b"b"))
+        order[policy] = served(eng)[0]
+    assert order["priority"][-2:] == ["b0", "b1"]
+    assert {"b0", "b1"} <= set(order["fair"][:6])
+    assert len(order["fair"]) == 14
+
+
+def test_clients_with_waiting_requests_are_served_alike():
+    """Theorem 4.4 of the paper: counters differ by 2 max(w_p L, w_q M) at most, L tokens being the longest prompt and M
+    those that are in the batch."""
+    eng = made()
+    for i in range(20):
+        eng.add(request(f"a{i}", b"a", prompt=PROMPT))
+        eng.add(request(f"b{i}", b"b", prompt=3 * PROMPT))
+    fair, bound = eng.scheduler.fair, 2 * max(3 * PROMPT, 2 * SEQS * (3 * PROMPT + OUTPUT))
+    apart = []
+    while {s.group.request.client for s in eng.scheduler.waiting} == {b"a", b"b"}:
+        eng.step()
+        apart.append(abs(fair.served[b"a"] - fair.served[b"b"]))
+    assert len(apart) > 20
+    assert 0 < max(apart) <= bound
+
+
+def test_a_client_that_was_away_saves_nothing_up():
+    shares = FairShares()
+    shares.arrive(b"a", ())
+    for _ in range(5):
+        shares.admit(b"a", 100)
+    shares.arrive(b"b", {b"a"})
+    assert shares.served[b"b"] == shares.served[b"a"] == 500
+    shares.admit(b"b", 10)
+    shares.arrive(b"c", ())  # nobody waits: where the last one that left stood
+    assert shares.served[b"c"] == 510
+    shares.generated(b"c")
+    assert shares.served[b"c"] == 512
+    shares.arrive(b"a", {b"c"})
+    assert shares.served[b"a"] == 512
+    assert shares.first({b"a", b"b", b"c"}) == b"b"
+
+
+def test_priority_goes_before_fairness():
+    eng = made()
+    for i in range(4):
+        eng.add(request(f"a{i}", b"a"))
+    eng.add(request("b", b"b"))
+    eng.add(request("now", b"a", priority=-1))
+    ends = served(eng)[0]
+    assert ends.index("now") < ends.index("b") < ends.index("a3")
+
+
+def test_policies_that_cannot_be():
+    eng = made("priority")
+    assert eng.scheduler.fair is None
+    with pytest.raises(UserError, match=r"scheduling policy 'fare'.*"):
+        share(eng.scheduler, "fare")
+    eng.scheduler.order = lambda queue: len(queue)
+    with pytest.raises(UserError, match="batches' cost"):
+        share(eng.scheduler, "fair")
+
+
+def test_how_long_prompts_wait_is_what_steps_have_taken():
+    speed = QueueSpeed()
+    assert speed.seconds(1000) == 0
+    speed.observe(200, 1.0)
+    assert speed.seconds(100) == pytest.approx(0.5)
+    speed.observe(0, 1.0)  # a step of decodes, for which prompts waited
+    assert speed.seconds(100) == pytest.approx(100 * 1.98 / 196)
+    for _ in range(1000):
+        speed.observe(10, 1.0)
+    assert speed.seconds(100) == pytest.approx(10, rel=1e-3)
+
+
+@torch.no_grad()
+def test_who_asks_changes_no_token():
+    tokens = {}
+    for policy in ("priority", "fair"):
+        eng = made(policy)
+        for i in range(3):
+            eng.add(request(f"a{i}", b"a"))
+            eng.add(request(f"b{i}", b"b"))
+        got = {}
+        while eng.has_work():
+            for event in eng.step():
+                got.setdefault(event.request, []).extend(event.tokens)
+        tokens[policy] = got
+    assert tokens["fair"] == tokens["priority"]

@@ -1,0 +1,66 @@
+"""Compiled blocks: what the compiler may not change, and what it cannot do without. Parity with plain steps, alone and
+in pairs, is in ``test_parity.py``, by traced blocks; C++ takes long to compile."""
+
+import shutil
+
+import pytest
+import torch
+from tests.training import curve_of, make_trainer
+
+from ridgeline import catalog
+from ridgeline.experiments import make
+from ridgeline.predict import predict
+from ridgeline.spec.errors import UserError
+
+LOW = ["mixed_precision", "flash_attention"]
+
+
+def experiment(*plan, data="", on="local", model="llama-tiny"):
+    workload = {"kind": "pretrain", "seq_len": 32, "batch_size": 2, "steps": 3, **({"data": data} if data else {})}
+    return make(model, on, workload, list(plan))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog. " * 300)
+    return str(path)
+
+
+def test_blocks_are_traced_whole_and_once(text):
+    catalog.allow_unprobed()
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    trainer = make_trainer(experiment("flash_attention", "torch_compile:backend=aot_eager", data=text))
+    for _ in range(2):
+        trainer.step()
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1  # one for all blocks
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.parametrize("plan", [[], LOW])
+def test_compiled_steps_are_plain_ones(text, plan):
+    catalog.allow_unprobed()
+    torch._dynamo.reset()
+    want, got = (curve_of(make_trainer(experiment(*plan, *more, data=text))) for more in ([], ["torch_compile"]))
+    assert got.losses == pytest.approx(want.losses, rel=2e-3 if plan else 1e-5)
+    assert got.norms == pytest.approx(want.norms, rel=2e-2 if plan else 1e-4)
+
+
+def test_without_a_compiler_it_says_so(text, monkeypatch):
+    catalog.allow_unprobed()
+    monkeypatch.setattr(shutil, "which", lambda *_: None)
+    with pytest.raises(UserError, match=r"no C\+\+ compiler"):
+        make_trainer(experiment("torch_compile", data=text))
+
+
+def test_a_compiled_step_is_predicted_to_be_faster_where_operators_are_not_fused():
+    def said(*plan):
+        return predict(experiment(*LOW, *plan, on="h100-sxm", model="llama3.2-1b")).metrics["step_time_s"].value
+
+    plain, compiled = said(), said("torch_compile")
+    assert 0.5 * plain < compiled < plain
+    assert said("torch_compile:backend=aot_eager") == plain
