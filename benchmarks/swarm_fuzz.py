@@ -48,30 +48,45 @@ SECRET = b"the secret of this fuzzing"
 STAGES = 3
 
 
-def spoiled(answer: Any) -> Any:
-    """An answer whose first tensor is not finite."""
+SPOILED = ("not finite", "shape", "too much", "nothing", "late")
+
+
+async def spoiled(answer: Any, kind: str) -> Any:
+    """An answer whose first tensor of numbers is wrong in one way, or that comes late."""
+    if kind == "late":
+        await asyncio.sleep(12.0)
     for name, t in answer.tensors.items():
-        if t.is_floating_point():
+        if not t.is_floating_point():
+            continue
+        if kind == "not finite":
             answer.tensors[name] = wrong = t.clone()
             wrong.view(-1)[0] = float("nan")
-            break
+        elif kind == "shape":
+            answer.tensors[name] = t.flatten()[:-1].clone()
+        elif kind == "too much":
+            answer.tensors[name] = torch.zeros(1 << 20)
+        elif kind == "nothing":
+            del answer.tensors[name]
+        break
     return answer
 
 
 class BadServer(Server):
     spoil = 0.0
+    kind = ""
 
     async def _step(self, owner: str, m: dict[str, Any], tensors: dict[str, Any]) -> Any:
         answer = await super()._step(owner, m, tensors)
-        return spoiled(answer) if self.rng.random() < self.spoil else answer
+        return await spoiled(answer, self.kind) if self.rng.random() < self.spoil else answer
 
 
 class BadPeer(StagePeer):
     spoil = 0.0
+    kind = ""
 
     async def _pass(self, op: str, m: dict[str, Any], tensors: dict[str, Any]) -> Any:
         answer = await super()._pass(op, m, tensors)
-        return spoiled(answer) if self.rng.random() < self.spoil else answer
+        return await spoiled(answer, self.kind) if self.rng.random() < self.spoil else answer
 
 
 class Field:
@@ -82,6 +97,7 @@ class Field:
         self.lines: list[str] = []
         self.peers: list[Peer] = []
         self.events = {"killed": 0, "added": 0, "slowed": 0, "corrupted": 0}
+        self.kinds = dict.fromkeys(SPOILED, 0)
         self.thread = LoopThread("fuzz")
         self.thread.start()
 
@@ -135,8 +151,10 @@ class Field:
             self.events["slowed"] += 1
             peer.worker.call(lambda: time.sleep(self.rng.uniform(0.05, 0.5)))
         elif kind == "corrupt" and spare:
-            self.rng.choice(spare).spoil = 0.2
+            peer = self.rng.choice(spare)
+            peer.spoil, peer.kind = 0.2, self.rng.choice(SPOILED)
             self.events["corrupted"] += 1
+            self.kinds[peer.kind] += 1
 
 
 def generation(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
@@ -190,7 +208,8 @@ def generation(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
         leaks += p.engine.blocks.used + p.engine.reserved + len(p._held)
     field.thread.stop()
     return {"sequences": len(done), "wrong": len(wrong), "without_servers": failed, "leaked_blocks": leaks,
-            "events": field.events, "bans": sum("banned" in x for x in field.lines)}  # fmt: skip
+            "events": field.events, "corrupted": field.kinds,
+            "bans": sum("banned" in x for x in field.lines)}  # fmt: skip
 
 
 def training(seconds: float, seed: int) -> dict[str, Any]:
@@ -246,7 +265,7 @@ def training(seconds: float, seed: int) -> dict[str, Any]:
     field.thread.stop()
     return {"steps": trainer.step, "worst_loss_difference": worst, "worst_norm_difference": norms,
             "gradients_recomputed": recomputed,
-            "events": field.events,
+            "events": field.events, "corrupted": field.kinds,
             "bans": sum("banned" in x for x in field.lines)}  # fmt: skip
 
 

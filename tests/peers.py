@@ -19,10 +19,10 @@ from xml.etree import ElementTree
 from ridgeline.measure.environment import fingerprint
 
 ROOT = Path(__file__).parent.parent
-PEERS = ("bitsandbytes", "deepspeed", "lm-eval", "ray", "accelerate", "peft")
+PEERS = ("bitsandbytes", "deepspeed", "lm-eval", "ray", "accelerate", "peft", "kubernetes-validate")
 FILES = [
     "tests/nn/test_codec.py", "tests/nn/test_nf4.py", "tests/serve/test_lm_eval.py", "tests/measure/test_backends.py",
-    "tests/measure/test_compression.py", "tests/train/test_ray.py",
+    "tests/measure/test_compression.py", "tests/train/test_ray.py", "tests/fleet/test_manifests.py",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from tests.serve.transferring import SECRET, Side, pair, run, split
 from tests.serving import alone, ask, model
 
+from ridgeline.serve.transfer import client as client_module
 from ridgeline.serve.transfer import connection as connection_module
 from ridgeline.serve.transfer.connection import Connection, LoopThread
 from ridgeline.serve.transfer.frames import HEADER, LARGEST, MAGIC, BadPeer, Kind, body_length, pack, unpack
@@ -176,6 +177,33 @@ def test_a_peer_that_falls_silent(made, monkeypatch):
     try:
         assert split(decode, decode, liar.address, REQUEST)["a", 0] == alone(made, REQUEST)[0]
         assert "silent" in decode.said[0]
+    finally:
+        decode.close()
+        liar.thread.stop()
+
+
+@pytest.mark.parametrize("sent", [[], [first], [first, lambda n: kv(n, caches(layers=1), layers=[0, 1])]])
+def test_a_peer_that_lives_and_sends_no_more(made, monkeypatch, sent):
+    """Nothing, a first token alone, or a part of the cache; then signs of life."""
+    monkeypatch.setattr(client_module, "PATIENCE", 0.5)
+    monkeypatch.setattr(connection_module, "PING", 0.1)
+
+    async def idle(c, name):
+        for frame in sent:
+            c.send(*frame(name))
+        await c.pump()
+
+    decode = Side(made, "splitwise:whole_below=1")
+    decode.connect()
+    liar = Liar(decode.fingerprint, idle)
+    try:
+        decode.engine.add(replace(REQUEST, prefill_at=liar.address))
+        run([decode], lambda: not decode.engine.groups and not decode.engine.outputs.events)
+        assert len([t for e in decode.events for t in e.tokens]) == 6
+        assert ["sent nothing of some prompts" in line for line in decode.said] == [True]
+        assert decode.count("prompts_total", result="lost") == 1
+        assert decode.count("peers_refused_total") == 0
+        decode.idle()
     finally:
         decode.close()
         liar.thread.stop()

@@ -48,15 +48,15 @@ class Side:
         assert not self.engine.exports.open
         assert not self.engine.imports.open
 
-    def serve(self, secret=SECRET):
+    def serve(self, secret=SECRET, tls=None):
         """Listen → the address."""
         args = self.engine, self.engine.exports, self.calls.append, secret, self.fingerprint, self.counts
-        self.server = PrefillServer(*args, self.said.append)
+        self.server = PrefillServer(*args, self.said.append, tls)
         return f"127.0.0.1:{self.server.listen('127.0.0.1', 0)}"
 
-    def connect(self, secret=SECRET):
+    def connect(self, secret=SECRET, tls=None):
         args = self.engine.imports, self.calls.append, secret, self.fingerprint, self.counts
-        self.client = PrefillClient(*args, self.said.append)
+        self.client = PrefillClient(*args, self.said.append, tls)
 
     def close(self):
         for end in (getattr(self, "server", None), getattr(self, "client", None)):
@@ -65,14 +65,14 @@ class Side:
 
 
 @contextmanager
-def pair(prefill_model, decode_model=None, *plan, whole_below=1, secret=SECRET, **fields):
+def pair(prefill_model, decode_model=None, *plan, whole_below=1, secret=SECRET, tls=(None, None), **fields):
     """(prefill side, decode side, address of the first)."""
     plan = (*plan, f"splitwise:whole_below={whole_below}")
     prefill = Side(prefill_model, *plan, **fields)
     decode = Side(decode_model if decode_model is not None else prefill_model, *plan, **fields)
     try:
-        address = prefill.serve()
-        decode.connect(secret)
+        address = prefill.serve(tls=tls[0])
+        decode.connect(secret, tls[1])
         yield prefill, decode, address
     finally:
         prefill.close()

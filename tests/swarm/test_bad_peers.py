@@ -3,6 +3,7 @@
 import asyncio
 import random
 import socket
+import time
 
 import pytest
 import torch
@@ -248,6 +249,40 @@ def test_records_expire_by_age_whatever_clocks_say():
     assert a.live() == b.live() == []
     b.merge(a.share())
     assert b.live() == []
+
+
+def test_halves_of_a_split_network_go_on_and_meet_again(peers, path, expected):
+    """Two servers on each side, each with all blocks; the second side joined through the first."""
+    servers = [peers.serve(range(0, 6)) for _ in range(4)]
+    sides = [servers[:2], servers[2:]]
+    peers.run(asyncio.sleep(0.5))
+    split = [True]
+
+    def partition(server, others):
+        ask = server.links.ask
+
+        async def asked(address, *args, **more):
+            if split[0] and address in {s.address for s in others}:
+                raise Lost("no route to host")
+            return await ask(address, *args, **more)
+
+        server.links.ask = asked
+
+    for side, others in (sides, sides[::-1]):
+        for server in side:
+            partition(server, others)
+
+    def sees(count):
+        deadline = time.monotonic() + 30
+        while any(len(s.spans()) != count for s in servers):
+            assert time.monotonic() < deadline, [len(s.spans()) for s in servers]
+            time.sleep(0.05)
+
+    sees(2)
+    client = peers.client()
+    assert list(generate(load_ends(path), client, PROMPT, len(expected))) == expected
+    split[0] = False
+    sees(4)
 
 
 def test_the_newest_announcement_counts_and_one_can_leave():

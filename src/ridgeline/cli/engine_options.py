@@ -37,6 +37,9 @@ SecretFile = Annotated[
     Path | None,
     typer.Option(help="File with the secret that a fleet's machines share (or RIDGELINE_FLEET_SECRET)."),
 ]
+TlsCert = Annotated[Path | None, typer.Option(help="This machine's certificate (PEM); connections are encrypted then.")]
+TlsKey = Annotated[Path | None, typer.Option(help="The certificate's key (PEM).")]
+TlsCa = Annotated[Path | None, typer.Option(help="Certificate of the authority whose certificates are accepted (PEM).")]
 DiskFolder = Annotated[Path | None, typer.Option("--disk", help="Folder on a disk that layers may rest on.")]
 
 _DTYPES = ("auto", "fp32", "bf16", "fp16")

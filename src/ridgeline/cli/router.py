@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ridgeline.cli.base import app, require_package, say
-from ridgeline.cli.engine_options import SecretFile
+from ridgeline.cli.engine_options import SecretFile, TlsCa, TlsCert, TlsKey
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from ssl import SSLContext
 
     from ridgeline.fleet.router import Router
 
@@ -31,6 +32,9 @@ def router(
         str, typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="API key for draining and resuming members.")
     ] = "",
     fleet_secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds that a request waits for a server to come up.")] = 30.0,
 ) -> None:
     """Route OpenAI requests to servers by their load, their cached prefixes and their adapters. Ctrl-C stops it."""
@@ -44,6 +48,7 @@ def router(
     from ridgeline.fleet.router import Limits, Router
     from ridgeline.fleet.tenants import Tenants, load_tenants
     from ridgeline.serve.transfer.secret import VARIABLE, read_secret
+    from ridgeline.serve.transfer.tls import Tls
     from ridgeline.spec.errors import UserError, unknown
 
     if policy not in POLICIES:
@@ -52,12 +57,15 @@ def router(
         if not url.startswith(("http://", "https://")):
             raise UserError(f"{url!r} is not an address", "write http://127.0.0.1:8000")
     secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
+    tls = Tls.of(tls_cert, tls_key, tls_ca)
     members = Members(servers, say, member_key)
     known = Tenants(load_tenants(tenants) if tenants else ())
     routing = Router(members, POLICIES[policy](), known, Limits(wait_s=wait), admin_key, secret)
+    routing.members_tls = tls.connecting(named=True) if tls else None
+    certificate = tls.listening(mutual=False) if tls and tls.cert else None
 
     async def run() -> None:
-        async with listening(routing, host, port):
+        async with listening(routing, host, port, certificate):
             await asyncio.Event().wait()
 
     with contextlib.suppress(KeyboardInterrupt):
@@ -65,7 +73,9 @@ def router(
 
 
 @asynccontextmanager
-async def listening(routing: Router, host: str, port: int) -> AsyncIterator[None]:
+async def listening(
+    routing: Router, host: str, port: int, certificate: SSLContext | None = None
+) -> AsyncIterator[None]:
     """The router behind its socket. Raises :class:`UserError` where it cannot listen."""
     from aiohttp import web
 
@@ -75,10 +85,11 @@ async def listening(routing: Router, host: str, port: int) -> AsyncIterator[None
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, host, port).start()
+            await web.TCPSite(runner, host, port, ssl_context=certificate).start()
         except OSError as e:
             raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another port") from None
-        say(f"routing on http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}")
+        scheme = "https" if certificate else "http"
+        say(f"routing on {scheme}://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}")
         yield
     finally:
         await runner.cleanup()

@@ -21,10 +21,14 @@ from ridgeline.cli.engine_options import (
     Pool,
     SecretFile,
     Seqs,
+    TlsCa,
+    TlsCert,
+    TlsKey,
     Tokenizer,
     make_engine,
 )
 from ridgeline.serve.transfer.secret import VARIABLE, read_secret
+from ridgeline.serve.transfer.tls import Tls
 
 if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine
@@ -92,6 +96,9 @@ def serve(
         int, typer.Option(min=0, max=65535, help="Port on which other servers fetch the caches of prompts; 0 for any.")
     ] = 0,
     fleet_secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     max_model_len: Length = None,
     dtype: DType = "auto",
     max_num_seqs: Seqs = None,
@@ -146,6 +153,9 @@ def serve(
                       max_logprobs, enable_force_include_usage, enable_per_request_metrics)  # fmt: skip
     options.check()
     secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
+    tls = Tls.of(tls_cert, tls_key, tls_ca)
+    if tls is not None and (tls.cert or role is not None):
+        tls.listening(mutual=role is not None)  # a wrong file is found before the checkpoint is loaded
     if role is not None:
         _require_secret(role, secret)
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
@@ -165,11 +175,11 @@ def serve(
     if adapters is not None:
         service.load_all(adapters)
     service.loop.rebuild = build
-    member = _member(service.loop, secret, host, transfer_port)
+    member = _member(service.loop, secret, host, transfer_port, tls)
     asgi = create_app(service, keys, admin_keys, body or 0, prefix, allowed_origins or ())
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
     with spare_core():
-        well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections)
+        well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections, tls)
     if member is not None:
         member.close()
     if not service.loop.asleep:
@@ -187,7 +197,7 @@ def _require_secret(role: str, secret: bytes) -> None:
                         f"give --fleet-secret-file FILE, or set {VARIABLE}")  # fmt: skip
 
 
-def _member(loop: EngineLoop, secret: bytes, host: str, port: int) -> FleetMember | None:
+def _member(loop: EngineLoop, secret: bytes, host: str, port: int, tls: Tls | None) -> FleetMember | None:
     """The server as a member of a fleet, if its plan makes it one. Raises :class:`UserError` without a secret."""
     from ridgeline.serve.transfer.member import FleetMember
 
@@ -195,7 +205,7 @@ def _member(loop: EngineLoop, secret: bytes, host: str, port: int) -> FleetMembe
     if not role:
         return None
     _require_secret(role, secret)
-    loop.member = FleetMember(loop, role, secret, host, port, say)
+    loop.member = FleetMember(loop, role, secret, host, port, say, tls)
     say(f"{role}: caches of prompts on port {loop.member.port}")
     return loop.member
 

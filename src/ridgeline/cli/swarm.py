@@ -18,17 +18,20 @@ from ridgeline.cli.base import (
     load,
     number_of_bytes,
     require_checkpoint,
+    require_package,
     say,
 )
-from ridgeline.cli.engine_options import Checkpoint, SecretFile, Tokenizer
+from ridgeline.cli.engine_options import Checkpoint, SecretFile, TlsCa, TlsCert, TlsKey, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from ridgeline.serve.transfer.tls import Tls
     from ridgeline.spec.experiment import Experiment
     from ridgeline.spec.wire import Wire
     from ridgeline.swarm.client import Swarm
     from ridgeline.swarm.link import Shape
+    from ridgeline.swarm.peer import Peer
     from ridgeline.techniques.parallel.swarm import Swarm as Technique
 
 swarm = typer.Typer(no_args_is_help=True, help="Generate and train over peers that differ, come and go.")
@@ -42,6 +45,10 @@ Rtt = Annotated[float, typer.Option("--inject-rtt", min=0, help="Seconds of dela
 Rate = Annotated[str | None, typer.Option("--inject-rate", help="Bytes/s to limit each connection to: 25MB.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(min=1, max=65535, help="Port for Prometheus metrics of all members (HTTP, on --host)."),
+]
 Reach = Annotated[str, typer.Option(help="Host by which others reach this machine, if not --host.")]
 
 
@@ -53,6 +60,9 @@ def serve(
     ] = "auto",
     join: Join = None,
     fleet_secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     host: Host = "127.0.0.1",
     port: Port = 0,
     reach: Reach = "",
@@ -61,6 +71,7 @@ def serve(
     throughput: Annotated[float, typer.Option(min=0, help="Tokens/s to announce; 0: measure.")] = 0.0,
     announce_every: Annotated[float, typer.Option(min=0.1, help="Seconds between announcements.")] = 5.0,
     balance_every: Annotated[float, typer.Option(min=0, help="Seconds between looks at other blocks; 0: stay.")] = 60.0,
+    metrics_port: MetricsPort = None,
     inject_rtt: Rtt = 0.0,
     inject_rate: Rate = None,
 ) -> None:
@@ -70,13 +81,26 @@ def serve(
     require_checkpoint(checkpoint)
     options = Options(cache_tokens, with_, throughput, announce_every, balance_every)
     server = Server(checkpoint, _secret(fleet_secret_file), options, say, _blocks(blocks, checkpoint),
-                    tuple(join or ()), _shape(inject_rtt, inject_rate))  # fmt: skip
+                    tuple(join or ()), _shape(inject_rtt, inject_rate), _tls(tls_cert, tls_key, tls_ca))  # fmt: skip
 
     async def start() -> None:
         address = await server.start(host, port, reach)
+        _show_metrics(server, host, metrics_port)
         say(f"next: ridgeline swarm generate {checkpoint} --join {address} --prompt TEXT")
 
     _run(start(), server.stop)
+
+
+def _show_metrics(peer: Peer, host: str, port: int | None) -> None:
+    """Serve metrics of the peer's swarm, if there is a port for them. For its event loop's thread."""
+    import asyncio
+
+    if port is None:
+        return
+    require_package("prometheus_client")
+    from ridgeline.swarm.metrics import SwarmMetrics
+
+    SwarmMetrics(peer, asyncio.get_running_loop()).listen(host, port)
 
 
 def _run(start: Coroutine[Any, Any, None], stop: Any) -> None:
@@ -129,6 +153,9 @@ def generate(
     prompt: Annotated[str, typer.Option(help="The prompt; the output goes to standard output.")],
     join: Join = None,
     fleet_secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
@@ -151,7 +178,8 @@ def generate(
     require_checkpoint(checkpoint)
     ends = load_ends(checkpoint)
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), ends.spec.vocab_size)
-    client = _client(checkpoint, join, fleet_secret_file, wire, with_, _shape(inject_rtt, inject_rate))
+    tls = _tls(tls_cert, tls_key, tls_ca)
+    client = _client(checkpoint, join, fleet_secret_file, wire, with_, _shape(inject_rtt, inject_rate), tls)
     produced: list[int] = []
     shown = ""
     try:
@@ -174,11 +202,19 @@ def generate(
 
 
 @swarm.command()
-def status(checkpoint: Checkpoint, join: Join = None, fleet_secret_file: SecretFile = None, json: Json = False) -> None:
+def status(
+    checkpoint: Checkpoint,
+    join: Join = None,
+    fleet_secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    json: Json = False,
+) -> None:
     """Show a swarm's servers and what they cover."""
     import json as js
 
-    client = _client(checkpoint, join, fleet_secret_file, "plain", "", None)
+    client = _client(checkpoint, join, fleet_secret_file, "plain", "", None, _tls(tls_cert, tls_key, tls_ca))
     try:
         found = client.status()
     finally:
@@ -202,6 +238,9 @@ def tune(
     out: Annotated[Path, typer.Option(help="File for what was trained (.safetensors).")],
     join: Join = None,
     fleet_secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a soft prompt.")] = 0,
     rank: Annotated[int, typer.Option(min=0, help="Rank of low-rank updates of the servers' linear layers.")] = 0,
     targets: Annotated[str, typer.Option(help="Linear layers that they update, as in lora:targets.")] = "q_proj+v_proj",
@@ -225,7 +264,7 @@ def tune(
     spec = ends.spec
     text = load_tokens(data, spec.vocab_size, own_tokenizer(str(checkpoint)))
     batches = TextBatches(text, seq_len, batch_size, spec.vocab_size, True, seed, False, 0)
-    client = _client(checkpoint, join, fleet_secret_file, wire, "", None)
+    client = _client(checkpoint, join, fleet_secret_file, wire, "", None, _tls(tls_cert, tls_key, tls_ca))
     try:
         model = RemoteModel(ends, client, prompt_tokens, rank, tuple(targets.split("+")), seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
@@ -253,10 +292,14 @@ def peer(
     stage: Annotated[int | None, typer.Option(min=0, help="Stage to train; default: where it is needed most.")] = None,
     join: Join = None,
     fleet_secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     host: Host = "127.0.0.1",
     port: Port = 0,
     reach: Reach = "",
     announce_every: Annotated[float, typer.Option(min=0.1, help="Seconds between announcements.")] = 5.0,
+    metrics_port: MetricsPort = None,
     inject_rtt: Rtt = 0.0,
     inject_rate: Rate = None,
 ) -> None:
@@ -268,10 +311,12 @@ def peer(
     if stage is not None and stage >= technique.stages:
         raise UserError(f"--stage {stage} of {technique.stages} stages", f"give 0 to {technique.stages - 1}")
     member = StagePeer(e, technique.stages, _secret(fleet_secret_file), say, stage, tuple(join or ()),
-                       _shape(inject_rtt, inject_rate), announce_every)  # fmt: skip
+                       _shape(inject_rtt, inject_rate), announce_every,
+                       tls=_tls(tls_cert, tls_key, tls_ca))  # fmt: skip
 
     async def start() -> None:
         await member.start(host, port, reach)
+        _show_metrics(member, host, metrics_port)
 
     _run(start(), member.stop)
 
@@ -283,6 +328,9 @@ def train(
     plan: PlanName = None,
     join: Join = None,
     fleet_secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the trained model.")] = None,
     migrate_every: Annotated[
         int, typer.Option(min=0, help="Steps between looks at moving a peer to the slowest stage; 0: never.")
@@ -304,7 +352,8 @@ def train(
         raise UserError("there is no address of a swarm", "give --join HOST:PORT of any of its peers")
     batches, w = global_batches(e, 0, 1), e.training
     trainer = SwarmTrainer(e, technique.stages, technique.wire, _secret(fleet_secret_file), tuple(join), say,
-                           _shape(inject_rtt, inject_rate), patience, migrate_every)  # fmt: skip
+                           _shape(inject_rtt, inject_rate), patience, migrate_every,
+                           _tls(tls_cert, tls_key, tls_ca))  # fmt: skip
     losses: list[float] = []
 
     async def run() -> None:
@@ -364,9 +413,20 @@ def _secret(file: Path | None) -> bytes:
     return secret
 
 
+def _tls(cert: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
+    """The certificates that options name. Raises :class:`UserError` unless it is all of them or none."""
+    from ridgeline.serve.transfer.tls import Tls
+
+    tls = Tls.of(cert, key, ca)
+    if tls is not None:
+        tls.require_all()
+    return tls
+
+
 def _client(
-    checkpoint: Path, join: list[str] | None, secret_file: Path | None, wire: str, plan: str, shape: Shape | None
-) -> Swarm:
+    checkpoint: Path, join: list[str] | None, secret_file: Path | None, wire: str, plan: str, shape: Shape | None,
+    tls: Tls | None,
+) -> Swarm:  # fmt: skip
     """The swarm behind some addresses. Raises :class:`UserError`."""
     from ridgeline.spec.errors import UserError
     from ridgeline.swarm.client import Swarm
@@ -374,7 +434,7 @@ def _client(
     require_checkpoint(checkpoint)
     if not join:
         raise UserError("there is no address of a swarm", "give --join HOST:PORT of any of its peers")
-    return Swarm(checkpoint, tuple(join), _secret(secret_file), say, _wire(wire), plan, shape)
+    return Swarm(checkpoint, tuple(join), _secret(secret_file), say, _wire(wire), plan, shape, tls=tls)
 
 
 def _wire(name: str) -> Wire:

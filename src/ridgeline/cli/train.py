@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -48,21 +51,30 @@ def train(
     ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(min=0, help="Maximum restarts from the last checkpoint after a rank is lost (default: 3 on Ray)."),
+        typer.Option(
+            min=0, help="Maximum restarts in a row after a rank is lost (default: 3 on Ray and for elastic plans)."
+        ),
+    ] = None,
+    memory_dir: Annotated[
+        Path | None, typer.Option(help="Directory in memory for the copies of an elastic plan (default /dev/shm).")
     ] = None,
     json: Json = False,
 ) -> None:
     """Train. Ctrl-C finishes the step and saves; the same command resumes."""
     from ridgeline import catalog
     from ridgeline.jobs.job import TrainOptions
-    from ridgeline.jobs.launchers import launched, launcher_of
+    from ridgeline.jobs.launchers import launched, launcher_of, resized
     from ridgeline.jobs.restart import restarts
     from ridgeline.measure.ablate import require_local
     from ridgeline.measure.backends import require
+    from ridgeline.techniques.registry import copies_every
 
     catalog.allow_unprobed()
-    extra = [f'on="{procs}xlocal"'] if procs else []
-    e = load(file, plan, [*(overrides or []), *extra, *data_override(data)])
+    extra = [*(overrides or []), *([f'on="{procs}xlocal"'] if procs else []), *data_override(data)]
+    e = load(file, plan, extra)
+    copied = bool(copies_every(e.plan))
+    if copied and launched():
+        e = load(file, plan, [*extra, *resized(e)])
     start, default = launcher_of(launcher)
     require_local(e, launched() or launcher != "local", backend)
     options = TrainOptions(
@@ -71,11 +83,12 @@ def train(
         device_memory=number_of_bytes("--device-memory", device_memory),
     )  # fmt: skip
     require(backend, e, options)
-    most = restarts(max_restarts, options, default)
-    if launched():
-        _train_under_torchrun(e, options, json)
-        return
-    result = run_training(e, options, f"training {e.model.name}", start, most)
+    with _copies(copied, memory_dir, launcher) as memory:
+        options = replace(options, memory=memory)
+        most = restarts(max_restarts, options, default)
+        if launched():
+            _train_under_torchrun(e, options, json)
+        result = run_training(e, options, f"training {e.model.name}", start, most)
     _print_training(result, json)
     if result["stopped"]:
         raise typer.Exit(130)
@@ -84,8 +97,37 @@ def train(
         next_command(*(asks if e.model.is_encoder_decoder else ("eval", options.export, "--text", "stdlib-prose")))
 
 
-def _train_under_torchrun(e: Experiment, options: TrainOptions, json: bool) -> None:
+@contextlib.contextmanager
+def _copies(wanted: bool, folder: Path | None, launcher: str) -> Iterator[str | None]:
+    """The directory for copies of the state in memory, if the plan wants them. Raises :class:`UserError`."""
     import os
+
+    from ridgeline.jobs.launchers import launched
+    from ridgeline.jobs.restart import memory_folder
+    from ridgeline.spec.errors import Incompatible, UserError
+
+    if not wanted:
+        if folder is not None:
+            raise UserError("--memory-dir is for the copies of an elastic plan, and this one keeps none",
+                            "add elastic to the plan, or leave it out")  # fmt: skip
+        yield None
+        return
+    if launcher == "ray":
+        raise Incompatible("elastic: ranks that Ray starts again may be on other machines than their copies",
+                           "start them with torchrun, or use --save-every with --max-restarts")  # fmt: skip
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if launched() and machines > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise UserError(
+            "elastic: ranks that start again would find the addresses of those before them in the agents' store",
+            "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of every machine",
+        )
+    with memory_folder(folder, os.environ.get("TORCHELASTIC_RUN_ID", "torchrun") if launched() else "") as memory:
+        yield memory
+
+
+def _train_under_torchrun(e: Experiment, options: TrainOptions, json: bool) -> NoReturn:
+    import os
+    import shutil
 
     from ridgeline.jobs.launchers import run_launched_rank
 
@@ -98,6 +140,8 @@ def _train_under_torchrun(e: Experiment, options: TrainOptions, json: bool) -> N
         say(message)
     if result is not None:
         _print_training(result, json)
+    if code == 0 and options.memory and os.environ.get("LOCAL_RANK", "0") == "0":
+        shutil.rmtree(options.memory, ignore_errors=True)
     sys.stdout.flush()
     os._exit(code)  # a rank whose peers have exited may hang in library destructors
 

@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import ssl
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class Router:
         self.restart: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Restarts the members one after another, where this process has started them."""
         self.down: Callable[[], None] | None = None
+        self.members_tls: ssl.SSLContext | None = None
+        """What certificates members must have; None: those that the system trusts."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def app(self) -> web.Application:
@@ -74,7 +77,7 @@ class Router:
         return app
 
     async def _session(self, app: web.Application) -> AsyncIterator[None]:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, ssl=self.members_tls or True)
         async with aiohttp.ClientSession(
             connector=connector, auto_decompress=False, skip_auto_headers=["Accept-Encoding"]
         ) as self.session:

@@ -41,6 +41,8 @@ class TrainOptions(JobOptions):
     """Directory of an adapter to continue from."""
     eval_every: int = 0
     """Steps between evaluations; 0: none. With them, the model with the lowest held-out loss is exported."""
+    memory: str | None = None
+    """Directory in memory for the copies of a plan with copies of its state; the same path on every machine."""
     device_memory: int | None = None
     """Bytes that each rank's device may use."""
     backend: str = "native"

@@ -68,9 +68,19 @@ def run_launched_rank(
         return None, 1, f"the run failed ({failure['kind']}): {failure['what']}"
 
 
-def _require_world(e: Experiment, ranks: int) -> None:
-    if e.world == ranks:
-        return
+def resized(e: Experiment) -> list[str]:
+    """Overrides that run ``e`` on as many ranks as the launcher has started now, with the same batches."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    return [] if e.world == ranks else [f'on="{_cluster(ranks)}"', f"workload.batch_size={e.batch_size}"]
+
+
+def _cluster(ranks: int) -> str:
     each = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    on = f"{ranks // each}x{each}xlocal" if ranks > each else f"{ranks}xlocal"
-    raise Incompatible(f"torchrun started {ranks} ranks, the experiment has {e.world}", f'set on="{on}"')
+    return f"{ranks // each}x{each}xlocal" if ranks > each else f"{ranks}xlocal"
+
+
+def _require_world(e: Experiment, ranks: int) -> None:
+    if e.world != ranks:
+        raise Incompatible(
+            f"torchrun started {ranks} ranks, the experiment has {e.world}", f'set on="{_cluster(ranks)}"'
+        )

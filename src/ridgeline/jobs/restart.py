@@ -1,8 +1,11 @@
-"""Restarts a job from its last complete checkpoint when a rank is lost. No torch here."""
+"""Restarts a job from its last copy or checkpoint when a rank is lost. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,42 +15,81 @@ from ridgeline.jobs.launch import JobFailed
 from ridgeline.spec.errors import UserError
 
 RESTARTS = 3
-"""Default number of restarts of a job on a cluster, where ranks may be lost."""
+"""Default number of restarts in a row, of a job on a cluster or with copies in memory, where ranks may be lost."""
+MEMORY = Path("/dev/shm")
+"""Where Linux has a directory in memory."""
 Launch = Callable[[LaunchJob, Progress | None], dict[str, Any]]
 
 
 def restarts(limit: int | None, options: TrainOptions, default: int) -> int:
-    """How often a job may be restarted: as requested, else ``default`` if it keeps checkpoints.
+    """How often in a row a job may be restarted: as requested, else ``default`` if it keeps checkpoints, or
+    :data:`RESTARTS` if it keeps copies in memory.
 
-    Raises :class:`UserError` when restarts are asked for and the job keeps no checkpoints.
+    Raises :class:`UserError` when restarts are asked for and the job keeps neither.
     """
     kept = bool(options.out and options.save_every)
-    if limit and not kept:
+    if limit and not (kept or options.memory):
         raise UserError(
             f"--max-restarts {limit} needs checkpoints to start from, and this run keeps none",
-            "add --out DIRECTORY --save-every STEPS, or --max-restarts 0",
+            "add --out DIRECTORY --save-every STEPS, or elastic to the plan; or give --max-restarts 0",
         )
-    return (default if kept else 0) if limit is None else limit
+    if limit is not None:
+        return limit
+    return RESTARTS if options.memory else default if kept else 0
+
+
+@contextlib.contextmanager
+def memory_folder(given: Path | None, name: str = "") -> Iterator[str]:
+    """A directory for the copies of one run, in ``given`` or the system's directory in memory. Without a ``name``, by
+    which processes that start again find it, it is a new one that is removed at the end.
+
+    Raises :class:`UserError` where there is no such directory.
+    """
+    within = given or MEMORY
+    if not within.is_dir():
+        raise UserError(f"elastic keeps copies of the state in memory, and there is no directory {within}",
+                        "give --memory-dir DIRECTORY, on a tmpfs or similar")  # fmt: skip
+    if name:
+        yield str(within / f"ridgeline-{name}")
+        return
+    folder = tempfile.mkdtemp(prefix="ridgeline-", dir=within)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_with_restarts(launch: Launch, job: LaunchJob, progress: Progress | None, most: int) -> dict[str, Any]:
-    """``launch(job)``; when its ranks fail, again from the newest checkpoint, at most ``most`` times.
+    """``launch(job)``; when its ranks fail, again from the newest copy or checkpoint, at most ``most`` times without a
+    step beyond those that were done before.
 
     User mistakes and interrupts are not retried. The result contains the number of restarts.
     """
-    options = job.options
-    assert isinstance(options, TrainOptions)
-    for attempt in range(most + 1):
+    assert isinstance(job.options, TrainOptions)
+    furthest = total = tried = 0
+    reached = 0
+
+    def watch(message: dict[str, Any]) -> None:
+        nonlocal reached
+        if "loss" in message:
+            reached = max(reached, int(message["step"]))
+        if progress:
+            progress(message)
+
+    while True:
         try:
-            return {**launch(job, progress), "restarts": attempt}
+            return {**launch(job, watch), "restarts": total}
         except JobFailed as failure:
-            if attempt == most or failure.status == "interrupted":
+            tried, furthest = (1, reached) if reached > furthest else (tried + 1, furthest)
+            if tried > most or failure.status == "interrupted":
                 raise
+            total += 1
+            options = job.options
+            assert isinstance(options, TrainOptions)
             if progress:
-                last = _newest(Path(options.out or ""))
-                progress({"stage": f"{failure.reason}; restart {attempt + 1} of {most} from {last}", "restart": True})
+                last = "the copy in memory" if options.memory else _newest(Path(options.out or ""))
+                progress({"stage": f"{failure.reason}; restart {tried} of {most} from {last}", "restart": True})
             job = replace(job, options=replace(options, resume=True))
-    raise AssertionError
 
 
 def _newest(out: Path) -> str:

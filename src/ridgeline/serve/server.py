@@ -25,6 +25,7 @@ from ridgeline.serve.engine_loop import EngineLoop, QueueLimits
 from ridgeline.serve.metrics import Metrics
 from ridgeline.serve.service import Labels, Service
 from ridgeline.serve.tool_calls import FORMATS
+from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,12 +75,15 @@ class Server(uvicorn.Server):
 
     def __init__(
         self, app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, say: Callable[[str], None],
-        connections: int | None = None,
+        connections: int | None = None, tls: Tls | None = None,
     ) -> None:  # fmt: skip
-        """``connections``: how many may be open at once; None: any number."""
+        """``connections``: how many may be open at once; None: any number. ``tls``: certificate and key."""
+        cert, key = (tls.cert, tls.key) if tls else (None, None)
+        self.scheme = "https" if cert else "http"
         super().__init__(
             uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False, server_header=False,
-                           http=connection_class(connections), ws="none", timeout_graceful_shutdown=_LAST_BYTES)
+                           http=connection_class(connections), ws="none", timeout_graceful_shutdown=_LAST_BYTES,
+                           ssl_certfile=cert, ssl_keyfile=key)
         )  # fmt: skip
         self.loop, self.drain, self.say = loop, drain, say
         self._signals = 0
@@ -92,7 +96,7 @@ class Server(uvicorn.Server):
         self._running = asyncio.get_running_loop()
         for server in self.servers:
             host, port = server.sockets[0].getsockname()[:2]
-            self.say(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}")
+            self.say(f"serving on {self.scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGINT and SIGTERM."""
@@ -117,7 +121,7 @@ class Server(uvicorn.Server):
 
 def serve(
     app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, say: Callable[[str], None],
-    connections: int | None = None,
+    connections: int | None = None, tls: Tls | None = None,
 ) -> bool:  # fmt: skip
     """Serve until stopped → whether the engine was healthy to the end. Raises :class:`UserError` for a taken port."""
     try:
@@ -126,8 +130,9 @@ def serve(
     except OSError as e:
         raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port or --host") from None
     _one_heap()
-    with announced("serve", f"http://{host}:{port}"):
-        Server(app, loop, host, port, drain, say, connections).run()
+    server = Server(app, loop, host, port, drain, say, connections, tls)
+    with announced("serve", f"{server.scheme}://{host}:{port}"):
+        server.run()
     if not loop.stop():
         say(f"the engine hangs in a step since {loop.step_age:.0f} s: killed")
         os._exit(1)  # nothing else ends its thread

@@ -48,6 +48,8 @@ class Announcement(BaseModel):
     """Tokens that its cache still has room for."""
     step: int = Field(default=-1, ge=-1)
     """Steps that its weights were trained; -1: it serves fixed ones."""
+    refused: int = Field(default=0, ge=0)
+    """Peers that broke the rules, and that it keeps or kept out."""
     left: bool = False
     """Whether it has gone."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ridgeline.serve.transfer.connection import LoopThread, Lost
 from ridgeline.serve.transfer.frames import BadPeer
+from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.wire import Wire
@@ -41,7 +42,7 @@ class Swarm:
 
     def __init__(
         self, path: Path, join: tuple[str, ...], secret: bytes, say: Callable[[str], None], wire: Wire = "blockwise8",
-        plan: str = "", shape: Shape | None = None, patience: float = 30.0,
+        plan: str = "", shape: Shape | None = None, patience: float = 30.0, tls: Tls | None = None,
     ) -> None:  # fmt: skip
         """``path``: the checkpoint, for embedding and head, and for the hashes of its blocks. ``plan``: what servers
         may have stored the weights as. ``patience``: seconds for an answer, and for servers to come back. Raises
@@ -56,7 +57,7 @@ class Swarm:
         self._avoided: dict[str, float] = {}
         self._delays: dict[str, float] = {}
         self._own: dict[int, str] = {}
-        self._links = Links(secrets.token_hex(8), secret, identity(self.spec), shape)
+        self._links = Links(secrets.token_hex(8), secret, identity(self.spec), shape, tls)
         self._lock = threading.Lock()
         self._refreshed, self._why = 0.0, ""
         self.thread = LoopThread("swarm-client")

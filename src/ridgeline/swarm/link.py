@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ridgeline.serve.transfer.connection import BUFFER, Connection, Lost
+from ridgeline.serve.transfer.connection import BUFFER, Connection, Lost, connected
 from ridgeline.serve.transfer.frames import LARGEST, BadPeer, Frame, Kind
+from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.errors import UserError
 
 CONNECT = 3.0
@@ -81,14 +83,12 @@ class Link:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._pump())]
 
     @classmethod
-    async def open(cls, address: str, secret: bytes, fingerprint: str, shape: Shape | None = None) -> Link:
+    async def open(
+        cls, address: str, secret: bytes, fingerprint: str, shape: Shape | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> Link:  # fmt: skip
         """Connect to a peer of the same model. Raises :class:`Lost` or :class:`BadPeer`."""
-        host, _, port = address.rpartition(":")
-        try:
-            opening = asyncio.open_connection(host.strip("[]"), int(port), limit=BUFFER)
-            connection = Connection(*await asyncio.wait_for(opening, CONNECT))
-        except (OSError, ValueError, OverflowError, asyncio.TimeoutError) as e:
-            raise Lost(str(e) or f"no connection within {CONNECT:g} s") from None
+        connection = await connected(address, CONNECT, tls)
         try:
             await connection.greet(secret, fingerprint, asks=True)
         except BaseException:
@@ -166,8 +166,11 @@ class Link:
 class Links:
     """Connections to peers, opened when they are first needed. For the event loop's thread."""
 
-    def __init__(self, me: str, secret: bytes, fingerprint: str, shape: Shape | None = None) -> None:
+    def __init__(
+        self, me: str, secret: bytes, fingerprint: str, shape: Shape | None = None, tls: Tls | None = None
+    ) -> None:
         """``me``: the name that this peer asks under."""
+        self._tls = tls.connecting(named=False) if tls else None
         self.me, self._secret, self._fingerprint, self._shape = me, secret, fingerprint, shape or Shape()
         self.sent = 0
         """Bytes of tensors that were sent and received."""
@@ -182,7 +185,8 @@ class Links:
         async with self._opening.setdefault(address, asyncio.Lock()):
             link = self._open.get(address)
             if link is None or link.broken:
-                link = self._open[address] = await Link.open(address, self._secret, self._fingerprint, self._shape)
+                opening = Link.open(address, self._secret, self._fingerprint, self._shape, self._tls)
+                link = self._open[address] = await opening
         answer = await link.ask(op, {**(message or {}), "from": self.me}, tensors, patience)
         self.sent += size_of(tensors or {}) + size_of(answer.tensors)
         return answer
@@ -204,11 +208,12 @@ class Listener:
 
     def __init__(
         self, secret: bytes, fingerprint: str, handle: Handler, ended: Callable[[str], None],
-        say: Callable[[str], None],
+        say: Callable[[str], None], tls: Tls | None = None,
     ) -> None:  # fmt: skip
         """``ended`` hears of every connection that is over; ``say`` gets one line for each peer that is refused."""
         self._secret, self._fingerprint, self._handle, self._ended = secret, fingerprint, handle, ended
         self.say = say
+        self._tls = tls.listening(mutual=True) if tls else None
         self.refused = 0
         """Peers that broke the rules."""
         self._banned: dict[str, float] = {}
@@ -220,7 +225,9 @@ class Listener:
     async def listen(self, host: str, port: int) -> int:
         """Take connections → the port. Raises :class:`UserError` for a taken ``port`` (0: any)."""
         try:
-            self._server = await asyncio.start_server(self._begin, host, port, limit=BUFFER, family=socket.AF_INET)
+            self._server = await asyncio.start_server(
+                self._begin, host, port, limit=BUFFER, family=socket.AF_INET, ssl=self._tls
+            )
         except OSError as e:
             raise UserError(f"nothing can listen at {host}:{port}: {e.strerror or e}", "give another --port") from None
         return int(self._server.sockets[0].getsockname()[1])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ridgeline.serve.transfer.connection import Lost
 from ridgeline.serve.transfer.frames import BadPeer
+from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.wire import Wire
 from ridgeline.swarm.announcements import Announcement, Table
@@ -31,7 +32,7 @@ class Peer:
 
     def __init__(
         self, identity: str, blocks: int, secret: bytes, announce_every: float, say: Callable[[str], None],
-        join: tuple[str, ...] = (), shape: Shape | None = None,
+        join: tuple[str, ...] = (), shape: Shape | None = None, tls: Tls | None = None,
     ) -> None:  # fmt: skip
         """``blocks``: of the model. ``join``: addresses of peers that are known already."""
         self.announce_every, self.say, self.join = announce_every, say, join
@@ -39,8 +40,8 @@ class Peer:
         self.table = Table(blocks, 4 * announce_every)
         self.address = ""
         self.rng = random.Random(self.peer)
-        self.links = Links(self.peer, secret, identity, shape)
-        self.listener = Listener(secret, identity, self._handle, self.gone, say)
+        self.links = Links(self.peer, secret, identity, shape, tls)
+        self.listener = Listener(secret, identity, self._handle, self.gone, say, tls)
         self.tasks: list[asyncio.Task[None]] = []
         self.stopped = self.ready = False
         """Whether it has loaded what it computes."""
@@ -84,7 +85,7 @@ class Peer:
             if time.monotonic() > deadline:
                 await self.listener.close()
                 raise UserError(f"no peer of the swarm answers at {', '.join(others)}: {self._why}",
-                                "give the address of one that runs, and the secret that it has")  # fmt: skip
+                                "give the address of one that runs, with its secret and certificates")  # fmt: skip
             await asyncio.sleep(0.2)
 
     async def stop(self) -> None:
@@ -112,7 +113,14 @@ class Peer:
         """Put a new announcement into this peer's own table."""
         self._number += 1
         self.table.put(
-            Announcement(peer=self.peer, number=self._number, address=self.address, left=left, **self.record())
+            Announcement(
+                peer=self.peer,
+                number=self._number,
+                address=self.address,
+                left=left,
+                refused=self.listener.refused,
+                **self.record(),
+            )
         )
 
     async def _keep_announcing(self) -> None:
@@ -123,7 +131,9 @@ class Peer:
     async def gossip(self, addresses: tuple[str, ...] = ()) -> bool:
         """Exchange announcements with peers, those at ``addresses`` or some that are known → whether any answered."""
         known = [a.address for a in self.table.live() if a.peer != self.peer]
-        chosen = addresses or tuple(self.rng.sample(known, min(ASKED, len(known)))) or self.join
+        # One that was given, too: after a split, the halves know of each other through no announcement any more.
+        given = (self.rng.choice(self.join),) if self.join else ()
+        chosen = dict.fromkeys(addresses or (*self.rng.sample(known, min(ASKED, len(known))), *given))
         found = await asyncio.gather(*(self._exchange(address) for address in chosen if address != self.address))
         return any(found)
 

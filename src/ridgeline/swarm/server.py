@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.serve.transfer.frames import BadPeer
+from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.model import ModelSpec
 from ridgeline.swarm.link import Answer, Refused, Shape
 from ridgeline.swarm.peer import Peer, number, text, wire_of
@@ -44,11 +45,12 @@ class Server(Peer):
 
     def __init__(
         self, path: Path, secret: bytes, options: Options, say: Callable[[str], None], blocks: range | int,
-        join: tuple[str, ...] = (), shape: Shape | None = None,
+        join: tuple[str, ...] = (), shape: Shape | None = None, tls: Tls | None = None,
     ) -> None:  # fmt: skip
         """``path``: the checkpoint. ``blocks``: those to serve, or how many where they are needed most."""
         self.path, self.options, self.spec = path, options, ModelSpec.from_path(path)
-        super().__init__(identity(self.spec), self.spec.num_layers, secret, options.announce_every, say, join, shape)
+        layers, every = self.spec.num_layers, options.announce_every
+        super().__init__(identity(self.spec), layers, secret, every, say, join, shape, tls)
         self.worker = Worker()
         self.engine: SpanEngine
         self.moves = 0

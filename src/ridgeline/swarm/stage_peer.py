@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.serve.transfer.frames import LARGEST, BadPeer
+from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.experiment import Experiment
 from ridgeline.swarm.link import TROUBLE, Answer, Links, Refused, Shape
 from ridgeline.swarm.peer import Peer, number, text, wire_of
@@ -34,10 +35,11 @@ class StagePeer(Peer):
     def __init__(
         self, e: Experiment, stages: int, secret: bytes, say: Callable[[str], None], stage: int | None = None,
         join: tuple[str, ...] = (), shape: Shape | None = None, announce_every: float = 5.0, slow: float = 0.0,
+        tls: Tls | None = None,
     ) -> None:  # fmt: skip
         """``stage``: None: where there is the least throughput. ``slow``: seconds to add to each pass, for trials."""
         identity = training_identity(e, stages)
-        super().__init__(identity, e.model.num_layers, secret, announce_every, say, join, shape)
+        super().__init__(identity, e.model.num_layers, secret, announce_every, say, join, shape, tls)
         self.e, self.stages, self.slow = e, stages, slow
         self.worker = Worker()
         self.stage: Stage

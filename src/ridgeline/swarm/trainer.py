@@ -23,6 +23,7 @@ from ridgeline.nn.model.transformer import Transformer
 from ridgeline.runtime.gradients import clip_factor
 from ridgeline.runtime.optimizer import learning_rate
 from ridgeline.serve.transfer.frames import BadPeer
+from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.wire import Wire
@@ -93,12 +94,13 @@ class SwarmTrainer:
     def __init__(
         self, e: Experiment, stages: int, wire: Wire, secret: bytes, join: tuple[str, ...], say: Callable[[str], None],
         shape: Shape | None = None, patience: float = 60.0, migrate_every: int = 20,
+        tls: Tls | None = None,
     ) -> None:  # fmt: skip
         """``patience``: seconds for an answer, and for peers of a stage without any. ``migrate_every``: steps between
         looks at whether a peer should move to the slowest stage; 0: never."""
         self.e, self.stages, self.wire, self.join, self.say = e, stages, wire, join, say
         self.patience, self.migrate_every = patience, migrate_every
-        self.links = Links(secrets.token_hex(8), secret, training_identity(e, stages), shape)
+        self.links = Links(secrets.token_hex(8), secret, training_identity(e, stages), shape, tls)
         self.table = Table(e.model.num_layers, 3600.0)
         self.step = 0
         self.migrations = 0

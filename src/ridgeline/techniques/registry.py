@@ -105,6 +105,11 @@ def has(e: Experiment, part: Part) -> bool:
     return any(part in make(call).parts for call in e.plan.calls)
 
 
+def copies_every(plan: Plan) -> int:
+    """Steps between copies of a training run's state in memory; 0: there are none."""
+    return max((t.copies_every() for t in techniques_of(plan)), default=0)
+
+
 def of_kind(e: Experiment, kind: type[T]) -> T | None:
     """The plan's technique of class ``kind``, for code that reads its options."""
     return next((t for t in map(make, e.plan.calls) if type(t) is kind), None)

@@ -177,6 +177,11 @@ class Technique(BaseModel):
         """
         return False
 
+    def copies_every(self) -> int:
+        """In training: steps between copies of the state in memory, from which a run goes on when a rank is lost; 0:
+        none."""
+        return 0
+
     def micro_batches(self, e: Experiment) -> int:
         """In task generate: parts of the batch that pass through the model's layers one after the other."""
         return 1

@@ -33,8 +33,6 @@ from ridgeline.train.trainer import Trainer
 
 def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
     """Write ``folder/step-N`` from all ranks; older checkpoints of the folder are removed afterwards."""
-    from torch.distributed import checkpoint as dcp
-
     place = folder / f"step-{trainer.steps_done:06d}"
     draft = folder / f".{place.name}.new"
     if trainer.rank == 0:
@@ -43,17 +41,11 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
         draft.mkdir()
     _barrier()
     with trainer.run.hooks.resident(False):
-        tensors, _ = _state(trainer)
-        _quietly(lambda: dcp.save(tensors, checkpoint_id=str(draft), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
+        save_tensors(trainer, draft)
     _barrier()
     if trainer.rank == 0:
-        experiment = trainer.experiment.canonical()
-        experiment["workload"]["batch_size"] = trainer.experiment.batch_size
         state = {
-            "step": trainer.steps_done,
-            "losses": losses,
-            "experiment": experiment,
-            "states": {name: kept.state_dict() for name, kept in trainer.run.hooks.states.items()},
+            **described(trainer, losses),
             "files": {f.name: _checksum(f) for f in sorted(draft.iterdir())},
         }
         _write(draft / "state.json", json.dumps(state))
@@ -66,6 +58,14 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
         tidy(folder)
     _barrier()
     return place
+
+
+def described(trainer: Trainer, losses: list[float]) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors, as JSON."""
+    experiment = trainer.experiment.canonical()
+    experiment["workload"]["batch_size"] = trainer.experiment.batch_size
+    states = {name: kept.state_dict() for name, kept in trainer.run.hooks.states.items()}
+    return {"step": trainer.steps_done, "losses": losses, "experiment": experiment, "states": states}
 
 
 def tidy(folder: Path) -> None:
@@ -94,23 +94,22 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def resume(trainer: Trainer, folder: Path) -> list[float]:
-    """Load the newest checkpoint of ``folder`` into the trainer; returns the losses so far (empty: none found).
+    """Load the newest checkpoint of ``folder`` into the trainer; returns the losses so far (empty: there is none beyond
+    the step that the trainer is at).
 
     Raises :class:`UserError` when it belongs to another experiment or cannot be read.
     """
-    from torch.distributed import checkpoint as dcp
-
     if trainer.rank == 0 and folder.is_dir():
         tidy(folder)
     _barrier()
     found = checkpoints(folder)
-    if not found:
+    if not found or int(found[-1].name.partition("-")[2]) <= trainer.steps_done:
         return []
     newest = found[-1]
     fix = f"remove {newest} to continue without it"
     try:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
-        other = _differences(state["experiment"], trainer)
+        other = differences(state["experiment"], trainer)
         step, losses, files = int(state["step"]), [float(x) for x in state["losses"]], dict(state["files"])
         states = dict(state.get("states", {}))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -126,17 +125,32 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
         if _checksum(newest / name) != checksum:
             raise UserError(f"checkpoint {newest} is damaged: {name} is not the file that was saved", fix)
     with trainer.run.hooks.resident(True):
-        tensors, optimizer = _state(trainer)
         try:
-            _quietly(lambda: dcp.load(tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
+            load_tensors(trainer, newest)
         except Exception as e:
             raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", fix) from None
-        set_optimizer_state_dict(trainer.run.root, trainer.optimizer, optimizer, options=_by_name())
     for name, kept in trainer.run.hooks.states.items():
         if name in states:
             kept.load_state_dict(states[name])
     trainer.steps_done = step
     return losses
+
+
+def save_tensors(trainer: Trainer, folder: Path) -> None:
+    """Write the tensors of model and optimizer, each rank its part; they must be resident."""
+    from torch.distributed import checkpoint as dcp
+
+    tensors, _ = _state(trainer)
+    _quietly(lambda: dcp.save(tensors, checkpoint_id=str(folder), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
+
+
+def load_tensors(trainer: Trainer, folder: Path) -> None:
+    """Read what :func:`save_tensors` of any layout wrote."""
+    from torch.distributed import checkpoint as dcp
+
+    tensors, optimizer = _state(trainer)
+    _quietly(lambda: dcp.load(tensors, checkpoint_id=str(folder), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
+    set_optimizer_state_dict(trainer.run.root, trainer.optimizer, optimizer, options=_by_name())
 
 
 def read_model(place: Path) -> dict[str, torch.Tensor]:
@@ -197,7 +211,7 @@ def _kept(plan: Plan) -> dict[str, Any]:
     return {name: options for name, options in found.items() if options}
 
 
-def _differences(saved: dict[str, Any], trainer: Trainer) -> list[str]:
+def differences(saved: dict[str, Any], trainer: Trainer) -> list[str]:
     """Dotted keys that differ between a checkpoint's experiment and the trainer's.
 
     The layout may differ: cluster, parallel techniques, micro-batches. So may the number of steps, since a run can be

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +13,12 @@ from ridgeline.jobs.job import Progress, RankContext, TrainOptions
 from ridgeline.nn.memory.tiled import whole_weights
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import techniques_of
+from ridgeline.techniques.registry import copies_every, techniques_of
 from ridgeline.train.budget import Budget
 from ridgeline.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from ridgeline.train.memory_copies import MemoryCopies
 
 
 class Evaluations:
@@ -50,21 +53,36 @@ def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, 
     evaluations = Evaluations()
     if options.eval_every:
         trainer.run.hooks.states["evaluations"] = evaluations
-    losses = resume(trainer, out) if out and options.resume else []
+    copies = _copies(trainer, options)
+    losses = copies.resume() if copies else []
+    if out and options.resume:
+        losses = resume(trainer, out) or losses
     if options.adapter_from and not trainer.steps_done:
         from ridgeline.train.adapter_folder import go_on, load_adapter
 
         go_on(trainer, load_adapter(Path(options.adapter_from), e.model))
     previous = signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop_requested", True))
     try:
-        return _run(trainer, out, losses, evaluations, options, here.report)
+        return _run(trainer, out, losses, evaluations, copies, options, here.report)
     finally:
         signal.signal(signal.SIGINT, previous)
 
 
+def _copies(trainer: Trainer, options: TrainOptions) -> MemoryCopies | None:
+    """Where the plan has the state copied to memory, if it does. Raises :class:`UserError` where there is no place."""
+    from ridgeline.train.memory_copies import MemoryCopies
+
+    if options.memory:
+        return MemoryCopies(trainer, Path(options.memory))
+    if copies_every(trainer.experiment.plan):
+        raise UserError("the plan copies the state to memory, and this command starts no lost rank again",
+                        "use `ridgeline train`, or drop elastic")  # fmt: skip
+    return None
+
+
 def _run(
-    trainer: Trainer, out: Path | None, losses: list[float], evaluations: Evaluations, options: TrainOptions,
-    report: Progress,
+    trainer: Trainer, out: Path | None, losses: list[float], evaluations: Evaluations, copies: MemoryCopies | None,
+    options: TrainOptions, report: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     from ridgeline.train.checkpoint import checkpoints, save
 
@@ -72,7 +90,7 @@ def _run(
     folder = Path(options.export) if options.export else None
     write = write_adapter if options.adapter else export
     report({"stage": "training", "step": trainer.steps_done, "steps": steps})
-    save_every, eval_every = options.save_every, options.eval_every
+    save_every, eval_every, copy_every = options.save_every, options.eval_every, copies_every(trainer.experiment.plan)
     if eval_every and not evaluations.found:
         _evaluate(trainer, evaluations, report)
     stopped, finished, place = False, False, None
@@ -93,6 +111,8 @@ def _run(
             place = save(trainer, out, losses)
             if improved and folder:
                 write(trainer, place, folder)
+        if copies and not last and trainer.steps_done % copy_every == 0:
+            copies.save(losses)
     if out and not place:  # there was nothing left to do
         place = next(reversed(checkpoints(out)), None)
     if place and folder and not stopped and not evaluations.best:

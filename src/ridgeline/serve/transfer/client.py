@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ridgeline.serve.request import Sampling, TokenLogprob
-from ridgeline.serve.transfer.connection import BUFFER, Connection, LoopThread, Lost
+from ridgeline.serve.transfer.connection import Connection, LoopThread, Lost, connected
 from ridgeline.serve.transfer.counts import TransferCounts
 from ridgeline.serve.transfer.frames import BadPeer, Frame, Kind
 from ridgeline.serve.transfer.imports import Imports, Prompt
@@ -22,6 +23,9 @@ from ridgeline.serve.transfer.server import Post, described
 
 CONNECT = 3.0
 """Seconds for a connection."""
+PATIENCE = 30.0
+"""Seconds without a frame about a prompt after which it is computed here: a peer that only shows signs of life may have
+dropped it, and one that is this slow is of no use."""
 BAN = 60.0
 """Seconds during which a peer that was refused is not asked again."""
 
@@ -35,6 +39,8 @@ class Incoming:
     """Tokens that have come, by layer: in order, without gaps."""
     first: float | None = None
     """When the first token came."""
+    moved: float = field(default_factory=time.monotonic)
+    """When it was asked for, or its last frame came."""
 
     @property
     def whole(self) -> bool:
@@ -58,8 +64,9 @@ class PrefillClient:
 
     def __init__(
         self, imports: Imports, post: Post, secret: bytes, fingerprint: str, counts: TransferCounts,
-        say: Callable[[str], None],
+        say: Callable[[str], None], tls: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
+        self._tls = tls
         self.imports, self.post, self.counts, self.say = imports, post, counts, say
         self._secret, self._fingerprint = secret, fingerprint
         self._peers: dict[str, Peer] = {}
@@ -118,6 +125,7 @@ class PrefillClient:
         """A connection from its beginning to its end."""
         connection: Connection | None = None
         pump: asyncio.Task[None] | None = None
+        watch = asyncio.create_task(self._give_up_late(peer))
         try:
             connection = await self._connect(peer)
             peer.connection = connection
@@ -136,6 +144,7 @@ class PrefillClient:
                 self.say(f"prefill server {peer.address} lost: {e}; {self._consequence(peer)}")
         finally:
             self._peers.pop(peer.address, None)
+            watch.cancel()
             if connection is not None:
                 connection.close()
             if pump is not None:
@@ -145,17 +154,26 @@ class PrefillClient:
             for request in peer.waiting:
                 self._lost(request, "lost")
 
+    async def _give_up_late(self, peer: Peer) -> None:
+        """Have prompts computed here about which nothing was heard for too long."""
+        while True:
+            await asyncio.sleep(PATIENCE / 10)
+            late = [n for n, i in peer.waiting.items() if time.monotonic() - i.moved > PATIENCE]
+            for name in late:
+                del peer.waiting[name]
+                if peer.connection is not None:
+                    peer.connection.send(Kind.CANCEL, {"id": name})
+                self._lost(name, "lost")
+            if late:
+                self.say(f"prefill server {peer.address} sent nothing of some prompts for {PATIENCE:g} s; computed here"
+                         f" instead: {len(late)}")  # fmt: skip
+
     @staticmethod
     def _consequence(peer: Peer) -> str:
         return f"prompts computed here instead: {len(peer.waiting)}"
 
     async def _connect(self, peer: Peer) -> Connection:
-        host, _, port = peer.address.rpartition(":")
-        try:
-            opening = asyncio.open_connection(host.strip("[]"), int(port), limit=BUFFER)
-            connection = Connection(*await asyncio.wait_for(opening, CONNECT))
-        except (OSError, ValueError, asyncio.TimeoutError) as e:
-            raise Lost(str(e) or f"no connection within {CONNECT:g} s") from None
+        connection = await connected(peer.address, CONNECT, self._tls)
         try:
             await connection.greet(self._secret, self._fingerprint, asks=True)
         except BaseException:
@@ -173,6 +191,7 @@ class PrefillClient:
         incoming = peer.waiting.get(name)
         if incoming is None:  # cancelled meanwhile
             return
+        incoming.moved = time.monotonic()
         if frame.kind is Kind.FAILED:
             del peer.waiting[name]
             self._lost(name, "failed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -146,6 +147,18 @@ class Connection:
     def close(self) -> None:
         """Close it at once."""
         self.writer.transport.abort()
+
+
+async def connected(address: str, seconds: float, tls: ssl.SSLContext | None) -> Connection:
+    """A connection to ``address`` (host:port), before its greeting. Raises :class:`Lost`, also after ``seconds``."""
+    host, _, port = address.rpartition(":")
+    try:
+        opening = asyncio.open_connection(host.strip("[]"), int(port), limit=BUFFER, ssl=tls)
+        return Connection(*await asyncio.wait_for(opening, seconds))
+    except ssl.SSLError as e:
+        raise Lost(f"no TLS with it: {getattr(e, 'verify_message', '') or e.reason or e}") from None
+    except (OSError, ValueError, OverflowError, asyncio.TimeoutError) as e:
+        raise Lost(str(e) or f"no connection within {seconds:g} s") from None
 
 
 class LoopThread:

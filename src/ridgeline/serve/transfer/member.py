@@ -12,6 +12,7 @@ from ridgeline.serve.transfer.client import PrefillClient
 from ridgeline.serve.transfer.counts import TransferCounts
 from ridgeline.serve.transfer.secret import verified
 from ridgeline.serve.transfer.server import PrefillServer
+from ridgeline.serve.transfer.tls import Tls
 
 
 class FleetMember:
@@ -19,8 +20,9 @@ class FleetMember:
     the router prefers to use it."""
 
     def __init__(
-        self, loop: EngineLoop, role: str, secret: bytes, host: str, port: int, say: Callable[[str], None]
-    ) -> None:
+        self, loop: EngineLoop, role: str, secret: bytes, host: str, port: int, say: Callable[[str], None],
+        tls: Tls | None = None,
+    ) -> None:  # fmt: skip
         """Listens at once. Raises :class:`UserError` for a taken ``port`` (0: any)."""
         engine = loop.engine
         assert engine.exports is not None
@@ -28,11 +30,12 @@ class FleetMember:
         self.role, self._secret, self._loop = role, secret, loop
         self.fingerprint = engine.fingerprint()
         counts = TransferCounts(loop.metrics.registry)
-        self.server = PrefillServer(engine, engine.exports, loop.post, secret, self.fingerprint, counts, say)
+        own, other = (tls.listening(mutual=True), tls.connecting(named=False)) if tls else (None, None)
+        self.server = PrefillServer(engine, engine.exports, loop.post, secret, self.fingerprint, counts, say, own)
         self.server.draining = lambda: loop.draining
         self.server.alive = lambda: loop.failure is None and loop.step_age <= loop.limits.stall
         self.port = self.server.listen(host, port)
-        self.client = PrefillClient(engine.imports, loop.post, secret, self.fingerprint, counts, say)
+        self.client = PrefillClient(engine.imports, loop.post, secret, self.fingerprint, counts, say, other)
 
     def assign(self, jobs: Iterable[ServeJob], header: str | None) -> None:
         """Have the prompts of ``jobs`` computed where a router's ``header`` says; one without a valid signature says

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from functools import partial
@@ -47,14 +48,14 @@ class PrefillServer:
 
     def __init__(
         self, engine: Engine, exports: Exports, post: Post, secret: bytes, fingerprint: str, counts: TransferCounts,
-        say: Callable[[str], None],
+        say: Callable[[str], None], tls: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
         self.draining: Callable[[], bool] = lambda: False
         """Whether new prompts are refused."""
         self.alive: Callable[[], bool] = lambda: True
         """Whether the engine is; decode servers do not wait for one that is not."""
         self.engine, self.exports, self.post, self.counts, self.say = engine, exports, post, counts, say
-        self._secret, self._fingerprint = secret, fingerprint
+        self._secret, self._fingerprint, self._tls = secret, fingerprint, tls
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self.thread = LoopThread("prefill-server")
@@ -67,7 +68,7 @@ class PrefillServer:
             what = f"cannot listen for decode servers on {host}:{port}: {e.strerror}"
             raise UserError(what, "choose another --transfer-port") from None
         self.thread.start()
-        start = asyncio.start_server(self._accept, sock=sock, limit=BUFFER)
+        start = asyncio.start_server(self._accept, sock=sock, limit=BUFFER, ssl=self._tls)
         asyncio.run_coroutine_threadsafe(start, self.thread.loop).result(10)
         return int(sock.getsockname()[1])
 
