@@ -40,5 +40,7 @@ def clients(session: nox.Session, client: str) -> None:
 @nox.session(python="3.11")
 def peers(session: nox.Session) -> None:
     """The tests that need packages which ``dev`` leaves out."""
-    session.install("-c", "constraints.txt", ".[dev,deepspeed,ray,eval]", "bitsandbytes>=0.45", "kubernetes-validate>=1.34")
+    session.install(
+        "-c", "constraints.txt", ".[dev,deepspeed,ray,eval]", "bitsandbytes>=0.45", "kubernetes-validate>=1.34"
+    )
     session.run("python", "tests/peers.py", *(session.posargs or ["--json", "benchmarks/results/peers.json"]))

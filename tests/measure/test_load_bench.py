@@ -101,6 +101,7 @@ def test_what_the_baseline_lacks_is_refused():
         require("deepspeed", experiment(rate=1.0))
 
 
+@pytest.mark.nightly
 def test_the_warm_up_is_not_in_the_mean_batch():
     """One client: every step but those of the prompts makes one token, and so does each prompt's last."""
     e = experiment(*DEFAULT_PLAN, concurrency=1, requests=5, length_cv=0.3, max_num_batched_tokens=8)

@@ -414,6 +414,7 @@ def test_the_survey_has_every_technique():
         assert name in shown or not cls.card.tasks & {"pretrain", "finetune", "serve", "generate"}, name
 
 
+@pytest.mark.nightly
 def test_the_paper_in_one_command():
     """All its tables; what is predicted wrongly is said so, and is what docs/accuracy.md lists."""
     start = time.monotonic()

@@ -112,6 +112,7 @@ def test_documentation(package):
     assert pages.count("| `dummy` |") == 2  # a row and a column of the matrix
 
 
+@pytest.mark.nightly
 def test_generic_tests(package):
     pytest_ = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist")
     listed = run(package, *pytest_, "--collect-only", "tests/techniques/test_parity.py").splitlines()

@@ -134,6 +134,7 @@ def test_a_job_is_restarted_so_often_and_no_more(corpus):
     assert [m["stage"] for m in messages] == [f"rank 1 was killed; restart {i} of 2 from the start" for i in (1, 2)]
 
 
+@pytest.mark.nightly
 def test_random_kills_and_restarts_end_with_the_undisturbed_losses(corpus, tmp_path):
     """Rank 0, rank 1 or all of them, at a random moment of a run that saves every step."""
     e = experiment(corpus, "zero", ranks=2, steps=24)

@@ -94,6 +94,7 @@ run_job(job, lambda message: message.get("step") == 2 and print("two steps", flu
     assert not psutil.wait_procs(ranks, timeout=300)[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are forked on Linux only")
 def test_the_process_that_ranks_are_forked_from_may_die(corpus):
     def kill_it(message):
@@ -203,6 +204,7 @@ def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(file, tmp_p
     assert second["losses"][: first["step"]] == first["losses"]
 
 
+@pytest.mark.nightly
 def test_train_exports_and_has_nothing_left_to_do(file, tmp_path):
     out = tmp_path / "out"
     done = ridgeline("train", file, "--out", out, "--json")
