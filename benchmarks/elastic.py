@@ -24,7 +24,7 @@ import psutil
 from ridgeline.jobs.job import TrainOptions, train_job
 from ridgeline.jobs.launch import run_job
 from ridgeline.jobs.restart import memory_folder, run_with_restarts
-from ridgeline.measure.environment import fingerprint, load_average
+from ridgeline.measure.environment import commit, fingerprint, load_average
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -115,7 +115,8 @@ def main() -> None:
         "worst_relative_loss_difference": worst, "first_and_last_loss": [straight[0], straight[-1]],
         "recovery_s": {"median": statistics.median(killer.recovery), "largest": max(killer.recovery)},
         "step_s": {"with_copies": copied, "without": plain, "ratio": copied / plain},
-        "load_before": busy, "load_after": load_average(), "environment": fingerprint(),
+        "load_before": busy, "load_after": load_average(), "commit": commit(),
+        "environment": fingerprint(),
     }  # fmt: skip
     print(json.dumps(found, indent=1))
     if args.json:

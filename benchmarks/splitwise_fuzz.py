@@ -31,7 +31,7 @@ import torch
 
 from ridgeline.data.batches import train_tokenizer
 from ridgeline.jobs.launch import free_port
-from ridgeline.measure.environment import fingerprint, load_average
+from ridgeline.measure.environment import commit, fingerprint, load_average
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.init import build
 from ridgeline.spec.model import ModelSpec
@@ -276,8 +276,8 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--json", type=Path)
     args = options.parse_args()
-    found = {"seed": args.seed, "minutes": args.minutes, **run(args.minutes, args.seed), "environment": fingerprint(),
-             "load_after": load_average()}  # fmt: skip
+    found = {"seed": args.seed, "minutes": args.minutes, **run(args.minutes, args.seed), "commit": commit(),
+             "environment": fingerprint(), "load_after": load_average()}  # fmt: skip
     print(json.dumps(found, indent=1))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ridgeline.data.batches import Batch
-from ridgeline.measure.environment import fingerprint, load_average
+from ridgeline.measure.environment import commit, fingerprint, load_average
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.generate import generate as generate_alone
 from ridgeline.nn.model.init import build
@@ -281,7 +281,7 @@ def main() -> None:
             "seed": args.seed, "minutes": args.minutes,
             "generation": generation(Path(folder) / "model", 60 * args.minutes, args.seed),
             "training": training(60 * args.minutes, args.seed),
-            "environment": fingerprint(), "load_after": load_average(),
+            "commit": commit(), "environment": fingerprint(), "load_after": load_average(),
         }  # fmt: skip
     print(json.dumps(found, indent=1))
     if args.json:

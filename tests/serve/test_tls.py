@@ -197,6 +197,20 @@ def test_wrong_files_are_named(tmp_path, ours, theirs):
     assert Tls.of(None, None, None) is None
 
 
+@pytest.mark.parametrize(("args", "fix"), [
+    (["serve", "MODEL", "--tls-cert", "CERT", "--tls-key", "KEY", "--tls-ca", "CA"], "--api-key"),
+    (["router", "http://127.0.0.1:1", "--tls-ca", "CA"], "https://"),
+])  # fmt: skip
+def test_an_authority_that_would_check_nobody_is_refused(args, fix, tmp_path, ours):
+    files = {"CERT": ours.cert, "KEY": ours.key, "CA": ours.ca}
+    if "MODEL" in args:
+        files["MODEL"] = tiny(tmp_path / "model")
+    result = CliRunner().invoke(app, [str(files.get(a, a)) for a in args])
+    assert isinstance(result.exception, UserError), result.output
+    assert "--tls-ca" in str(result.exception)
+    assert fix in result.exception.fix
+
+
 def test_a_server_of_a_role_needs_the_authority(tmp_path, ours):
     folder = tiny(tmp_path / "model")
     (tmp_path / "secret").write_bytes(SECRET)

@@ -1,10 +1,8 @@
 """Elastic training: ranks killed with SIGKILL, machines lost and added; the losses are those of an undisturbed run."""
 
-import contextlib
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -40,38 +38,46 @@ def _workers_find_the_package(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SOURCE))
 
 
-def kill(rank):
-    for p in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if p.name() == f"rank {rank}":
-                p.kill()
+KILLING = """
+import os, pathlib, signal, sys
+waiting = pathlib.Path(__file__).with_name("kills")
+
+def hook(event, args):
+    if event in ("open", "os.rename") and args and ".step-0" in str(args[0]):
+        for kill in list(waiting.iterdir()) if waiting.is_dir() else ():
+            when, step, part = kill.read_text().split()
+            if event == when and step in str(args[0]) and part in str(args[0]):
+                kill.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(hook)
+"""
 
 
-@pytest.mark.parametrize("plan", [
-    ("zero:stage=2", "elastic"), pytest.param(("pipeline:degree=2", "elastic:every=3"), marks=pytest.mark.nightly),
+@pytest.mark.parametrize(("plan", "every"), [
+    (("zero:stage=2", "elastic"), 1),
+    pytest.param(("pipeline:degree=2", "elastic:every=3"), 3, marks=pytest.mark.nightly),
 ])  # fmt: skip
-def test_killed_ranks_cost_no_more_than_the_steps_between_copies(plan, corpus, tmp_path):
-    steps, every = 9, 3 if "every" in plan[1] else 1
-    e = experiment(corpus, *plan, ranks=2, steps=steps, micro_batch_size=2)
+def test_killed_ranks_cost_no_more_than_the_steps_between_copies(plan, every, corpus, tmp_path, monkeypatch):
+    """Rank 0 is killed when a copy is whole but for its name, and rank 1 when it begins to write its part of another."""
+    (tmp_path / "sitecustomize.py").write_text(KILLING, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{SOURCE}")
+    e = experiment(corpus, *plan, ranks=2, steps=6 * every + 1, micro_batch_size=2)
     straight = run_job(train_job(e, TrainOptions(memory=str(tmp_path / "calm"))))["losses"]
-    rng, left, lost, last = random.Random(3), [3, 6], [], 0
+    kills = tmp_path / "kills"
+    kills.mkdir()
+    (kills / "0").write_text(f"os.rename step-{3 * every:06d} .new")
+    (kills / "1").write_text(f"open step-{6 * every:06d} __1_")
+    begun = []
 
     def watch(message):
-        nonlocal last
-        if "loss" in message:
-            last = message["step"]
-            if left and last >= left[0]:
-                left.pop(0)
-                time.sleep(rng.uniform(0, 0.02))
-                kill(rng.randrange(2))
-        elif message.get("stage") == "training" and last:
-            lost.append(last - message["step"])
+        if message.get("stage") == "training":
+            begun.append(message["step"])
 
     result = run_with_restarts(run_job, train_job(e, TrainOptions(memory=str(tmp_path / "copies"))), watch, 3)
     assert result["losses"] == pytest.approx(straight, rel=1e-6)
     assert result["restarts"] == 2
-    assert len(lost) == 2
-    assert all(0 <= n <= every for n in lost), lost
+    assert begun == [0, 2 * every, 5 * every]
 
 
 # ---- machines that are lost, and others that come -------------------------------------------------------------------
@@ -182,7 +188,100 @@ def test_a_part_that_was_being_fetched_is_no_copy(corpus, tmp_path):
 def test_copies_of_another_experiment_are_left_alone(corpus, tmp_path):
     e = experiment(corpus, "elastic", steps=2)
     on_machines(0, e, str(tmp_path), 1, 2)
-    assert on_machines(0, experiment(corpus, "elastic", steps=2, lr=0.5), str(tmp_path), 1, 0)[0] == 0
+    other = experiment(corpus, "elastic", steps=2, lr=0.5)
+    assert on_machines(0, other, str(tmp_path), 1, 2)[0] == 0
+    assert len(list((tmp_path / "machine0").glob("step-*"))) == 2
+    assert on_machines(0, e, str(tmp_path), 1, 2)[0] == 2
+    assert on_machines(0, other, str(tmp_path), 1, 2)[0] == 2
+
+
+def test_a_machine_gets_only_the_files_it_needs(corpus, tmp_path):
+    """Three machines, of which one lost its memory: then each has its own part and its neighbor's."""
+    e = experiment(corpus, "zero:stage=3", "elastic", ranks=3, steps=6, batch_size=6)
+    world(3).run(on_machines, e, str(tmp_path), 1, 2)
+    shutil.rmtree(tmp_path / "machine1")
+    assert world(3).run(on_machines, e, str(tmp_path), 1, 2)[0][0] == 2
+    for machine in range(3):
+        (place,) = (tmp_path / f"machine{machine}").glob("step-*")
+        owners = {int(file.name.split("_")[2]) for file in place.glob("__*")}
+        assert owners == {machine, (machine - 1) % 3}
+
+
+def saving_without_room(rank, e, folder, full):
+    """Step 1 is copied, step 2 is not: rank ``full`` cannot write files of more than 1000 bytes then."""
+    import resource
+
+    trainer = Trainer(e, rank=rank, world=e.world)
+    copies = MemoryCopies(trainer, Path(folder) / f"machine{rank}")
+    losses = [trainer.step().loss]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = [copies.save(losses)]
+    losses.append(trainer.step().loss)
+    if rank == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        said.append(copies.save(losses))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return said
+
+
+def test_without_room_for_a_copy_training_goes_on_with_the_one_before(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    e = experiment(corpus, "elastic", steps=6)
+    said = saving_without_room(0, e, str(tmp_path), 0)
+    assert said[0] == ""
+    assert "File too large" in said[1]
+    assert [p.name[:11] for p in (tmp_path / "machine0").iterdir()] == ["step-000001"]
+    assert on_machines(0, e, str(tmp_path), 1, 1)[0] == 1
+
+
+def test_a_damaged_copy_is_none_or_is_named(corpus, tmp_path):
+    e = experiment(corpus, "elastic", steps=6)
+    on_machines(0, e, str(tmp_path), 1, 2)
+    (place,) = (tmp_path / "machine0").glob("step-*")
+    for file in place.glob("__*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(UserError, match=r"the copy .*step-000002.* cannot be read"):
+        on_machines(0, e, str(tmp_path), 1, 2)
+    (place / "state.json").write_text('{"step": 2')
+    assert on_machines(0, e, str(tmp_path), 1, 0)[0] == 0
+
+
+def test_the_newest_copy_is_that_of_the_largest_step(corpus, tmp_path):
+    e = experiment(corpus, "elastic", steps=6)
+    on_machines(0, e, str(tmp_path), 1, 1)
+    folder = tmp_path / "machine0"
+    (place,) = folder.glob("step-*")
+    state = json.loads((place / "state.json").read_text())
+    for step in (999_999, 1_000_000):
+        shutil.copytree(place, folder / f"step-{step:06d}-x")
+        (folder / f"step-{step:06d}-x" / "state.json").write_text(json.dumps({**state, "step": step}))
+    assert on_machines(0, e, str(tmp_path), 1, 0)[0] == 1_000_000
+
+
+def test_only_the_users_own_directory_is_taken(corpus, tmp_path):
+    trainer = Trainer(experiment(corpus, "elastic"))
+    MemoryCopies(trainer, tmp_path / "own")
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    for name in ("open", "link"):
+        with pytest.raises(UserError, match="other users may write"):
+            MemoryCopies(trainer, tmp_path / name)
+
+
+def test_no_resume_forgets_earlier_runs_and_not_this_ones_copies(corpus, tmp_path):
+    """Ranks that the same torchrun starts again go on from the copies, with --no-resume too."""
+    e = experiment(corpus, "elastic", steps=6)
+    on_machines(0, e, str(tmp_path), 1, 2)
+    copies = MemoryCopies(Trainer(e), tmp_path / "machine0")
+    copies.begin_anew()
+    assert copies.resume() == []
+    losses = on_machines(0, e, str(tmp_path), 1, 2)[1]
+    copies.begin_anew()
+    assert copies.resume() == losses
 
 
 # ---- restarts -------------------------------------------------------------------------------------------------------
@@ -228,7 +327,7 @@ def test_a_command_without_restarts_does_not_ignore_it(corpus):
 
 def test_too_little_memory_is_said_before_training(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))
-    with pytest.raises(UserError, match=r"two copies of .* do not fit") as error:
+    with pytest.raises(UserError, match=r"two copies.* do not fit") as error:
         MemoryCopies(Trainer(experiment(corpus, "elastic")), tmp_path)
     assert "--shm-size" in error.value.fix
 
@@ -304,7 +403,7 @@ class Agent:
 
     def step(self):
         """The newest step of which a copy is here."""
-        return max((int(p.name.split("-")[1]) for p in self.memory.glob("ridgeline-test/step-*")), default=0)
+        return max((int(p.name.split("-")[1]) for p in self.memory.glob("ridgeline-test-*/step-*")), default=0)
 
 
 @pytest.mark.nightly  # starts torchrun and its ranks five times

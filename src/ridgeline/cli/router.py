@@ -58,6 +58,9 @@ def router(
             raise UserError(f"{url!r} is not an address", "write http://127.0.0.1:8000")
     secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
     tls = Tls.of(tls_cert, tls_key, tls_ca)
+    if tls_ca and not any(url.startswith("https://") for url in servers):
+        raise UserError("--tls-ca checks the certificates of servers, and all of these are asked over http://",
+                        "write https:// addresses of servers that have --tls-cert, or leave it out")  # fmt: skip
     members = Members(servers, say, member_key)
     known = Tenants(load_tenants(tenants) if tenants else ())
     routing = Router(members, POLICIES[policy](), known, Limits(wait_s=wait), admin_key, secret)

@@ -156,6 +156,8 @@ def serve(
     tls = Tls.of(tls_cert, tls_key, tls_ca)
     if tls is not None and (tls.cert or role is not None):
         tls.listening(mutual=role is not None)  # a wrong file is found before the checkpoint is loaded
+    if role is None and not with_:
+        _require_peers(tls)
     if role is not None:
         _require_secret(role, secret)
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
@@ -197,12 +199,23 @@ def _require_secret(role: str, secret: bytes) -> None:
                         f"give --fleet-secret-file FILE, or set {VARIABLE}")  # fmt: skip
 
 
+def _require_peers(tls: Tls | None) -> None:
+    """Raise :class:`UserError` for an authority at a server that exchanges nothing with others."""
+    from ridgeline.spec.errors import UserError
+
+    if tls is not None and tls.ca:
+        raise UserError("--tls-ca checks the certificates of a fleet's other servers, and this one has no --role;"
+                        " clients are known by their keys",
+                        "give --api-key KEY and leave --tls-ca out, or give --role prefill|decode|mixed")  # fmt: skip
+
+
 def _member(loop: EngineLoop, secret: bytes, host: str, port: int, tls: Tls | None) -> FleetMember | None:
     """The server as a member of a fleet, if its plan makes it one. Raises :class:`UserError` without a secret."""
     from ridgeline.serve.transfer.member import FleetMember
 
     role = loop.engine.role
     if not role:
+        _require_peers(tls)
         return None
     _require_secret(role, secret)
     loop.member = FleetMember(loop, role, secret, host, port, say, tls)

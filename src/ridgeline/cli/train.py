@@ -72,7 +72,7 @@ def train(
     catalog.allow_unprobed()
     extra = [*(overrides or []), *([f'on="{procs}xlocal"'] if procs else []), *data_override(data)]
     e = load(file, plan, extra)
-    copied = bool(copies_every(e.plan))
+    copied, name = bool(copies_every(e.plan)), e.id  # of all numbers of machines
     if copied and launched():
         e = load(file, plan, [*extra, *resized(e)])
     start, default = launcher_of(launcher)
@@ -83,7 +83,7 @@ def train(
         device_memory=number_of_bytes("--device-memory", device_memory),
     )  # fmt: skip
     require(backend, e, options)
-    with _copies(copied, memory_dir, launcher) as memory:
+    with _copies(copied, memory_dir, launcher, name) as memory:
         options = replace(options, memory=memory)
         most = restarts(max_restarts, options, default)
         if launched():
@@ -98,8 +98,8 @@ def train(
 
 
 @contextlib.contextmanager
-def _copies(wanted: bool, folder: Path | None, launcher: str) -> Iterator[str | None]:
-    """The directory for copies of the state in memory, if the plan wants them. Raises :class:`UserError`."""
+def _copies(wanted: bool, folder: Path | None, launcher: str, experiment: str) -> Iterator[str | None]:
+    """The directory for the experiment's copies in memory, if its plan wants them. Raises :class:`UserError`."""
     import os
 
     from ridgeline.jobs.launchers import launched
@@ -121,7 +121,8 @@ def _copies(wanted: bool, folder: Path | None, launcher: str) -> Iterator[str | 
             "elastic: ranks that start again would find the addresses of those before them in the agents' store",
             "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of every machine",
         )
-    with memory_folder(folder, os.environ.get("TORCHELASTIC_RUN_ID", "torchrun") if launched() else "") as memory:
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
+    with memory_folder(folder, f"{run}-{experiment}" if launched() else "") as memory:
         yield memory
 
 
@@ -134,6 +135,8 @@ def _train_under_torchrun(e: Experiment, options: TrainOptions, json: bool) -> N
     def progress(message: dict[str, Any]) -> None:
         if "loss" in message:
             say(f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}")
+        elif "warning" in message:
+            say(f"step {message['step']}: {message['stage']}")
 
     result, code, message = run_launched_rank(e, options, progress)
     if message:

@@ -25,6 +25,17 @@ def code_hash() -> str:
     return digest.hexdigest()[:12]
 
 
+def commit() -> str | None:
+    """The commit of the checkout that this code is run from, marked if files differ from it; None: it is no checkout."""
+    import subprocess
+
+    command = ["git", "-C", str(Path(ridgeline.__file__).parent), "describe", "--always", "--abbrev=40", "--dirty"]
+    try:
+        return subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def cpu_model() -> str:
     """The processor's name."""
     info = Path("/proc/cpuinfo")

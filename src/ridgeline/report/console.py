@@ -127,7 +127,7 @@ class StepBar(_Live):
         self.progress.update(
             self.task, note=_note(message), total=message.get("steps"), completed=message.get("step", 0)
         )
-        if message.get("restart"):
+        if message.get("restart") or message.get("warning"):
             self.progress.console.print(f"{self.title}: {_note(message)}", markup=False)
         step, steps = message.get("step", 0), message.get("steps", 0)
         if "eval_loss" in message or (step and (step == steps or step % max(1, steps // 10) == 0)):

@@ -153,6 +153,19 @@ def load_tensors(trainer: Trainer, folder: Path) -> None:
     set_optimizer_state_dict(trainer.run.root, trainer.optimizer, optimizer, options=_by_name())
 
 
+def files_to_load(trainer: Trainer, folder: Path) -> set[str]:
+    """Names of the files that :func:`load_tensors` reads on this rank; only ``.metadata`` must be there."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    metadata = FileSystemReader(str(folder)).read_metadata()
+    planner = DefaultLoadPlanner()
+    with trainer.run.hooks.resident(True):
+        planner.set_up_planner(_state(trainer)[0], metadata, is_coordinator=trainer.rank == 0)
+        read = planner.create_local_plan().items
+    return {metadata.storage_data[item.storage_index].relative_path for item in read}
+
+
 def read_model(place: Path) -> dict[str, torch.Tensor]:
     """The model's tensors in a checkpoint, unsharded, by name; read by one process, regardless of the layout that wrote
     them."""

@@ -7,26 +7,34 @@ when all machines have the new one.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.runtime.gradients import holders
 from ridgeline.spec.errors import UserError
-from ridgeline.train.checkpoint import described, differences, load_tensors, save_tensors
+from ridgeline.train.checkpoint import described, differences, files_to_load, load_tensors, save_tensors
 from ridgeline.train.trainer import Trainer
 
 METADATA = ".metadata"
 """PyTorch's file about the others, written by rank 0."""
 STATE = "state.json"
+AGENT = "agent"
+"""Names the process that started the ranks which last began anew in a directory."""
+MORE_ROOM = "give --memory-dir a larger one (a container's /dev/shm grows with --shm-size), or use more machines"
 Files = dict[str, int]
 """Files and their bytes."""
 
@@ -57,52 +65,85 @@ class MemoryCopies:
         if trainer.world > 1:
             dist.broadcast_object_list(named, src=0, group=self.group)
         self.name = named[0]
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_private(folder)
         self._require_room()
 
     def _require_room(self) -> None:
-        each = self._own_bytes() * self.local * min(2, self.machines)
-        free = shutil.disk_usage(self.folder).free + sum(_size(f) for f in self.folder.rglob("*") if f.is_file())
-        if 2 * each > free:
-            raise UserError(
-                f"elastic: two copies of {each / 1e9:.2f} GB do not fit into the {free / 1e9:.2f} GB of {self.folder}",
-                "give --memory-dir a larger one (a container's /dev/shm grows with --shm-size), or use more machines",
-            )
+        """For the copy from which this machine goes on, and the next one while that still is here."""
+        part, loaded, whole = self._bytes()
+        copy = part * min(2, self.machines)
+        needed = copy + min(whole, loaded + copy - part)
+        free = shutil.disk_usage(self.folder).free + sum(
+            _size(f) for place in self._ours() for f in place.rglob("*") if f.is_file()
+        )
+        if needed > free:
+            raise UserError(f"elastic: two copies, together {needed / 1e9:.2f} GB, do not fit into the "
+                            f"{free / 1e9:.2f} GB of {self.folder}", MORE_ROOM)  # fmt: skip
 
-    def _own_bytes(self) -> float:
-        """Bytes of this rank's part of a copy: weights, and two fp32 states of each that trains. Ranks divide what they
-        hold alike."""
+    def _bytes(self) -> tuple[float, float, float]:
+        """Bytes that this machine's ranks write of a copy, that they read at most, and of all ranks: weights, and two
+        fp32 states of each that trains. Ranks divide what they hold alike."""
         t = self.trainer
         alike = t.world // (t.run.mesh.size("pp") if t.run.mesh else 1)
-        each = ((local(p), holders(p, alike), p.requires_grad) for p in t.run.root.parameters())
-        return sum((x.nbytes + 8 * x.numel() * trains) / ranks for x, ranks, trains in each)
+        part = loaded = whole = 0.0
+        for p in t.run.root.parameters():
+            x, different = local(p), t.world / holders(p, alike)
+            size = x.nbytes + 8 * x.numel() * p.requires_grad
+            part += size * different * self.local / t.world
+            loaded += size * min(self.local, different)
+            whole += size * different
+        return part, loaded, whole
 
     # ---- a copy ------------------------------------------------------------------------------------------------------
 
-    def save(self, losses: list[float]) -> None:
-        """Copy the state after ``trainer.steps_done`` steps."""
+    def save(self, losses: list[float]) -> str:
+        """Copy the state after ``trainer.steps_done`` steps. Returns why that failed on a machine, as for want of room:
+        the copy before then stays the newest. Empty: it did not."""
         t = self.trainer
         place = self.folder / f"step-{t.steps_done:06d}-{self.name}"
         draft = self.folder / f".{place.name}.new"
-        if self.first:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir()
-        self._barrier()
-        with t.run.hooks.resident(False):
-            save_tensors(t, draft)
-        if self.machines > 1:
-            self._send_to_neighbor(draft)
-        self._describe(draft, losses)
-        self._barrier()
+        problem = self._together(self._make, draft)
+        if not problem:
+            with t.run.hooks.resident(False):
+                problem = self._together(save_tensors, t, draft)
+        if not problem and self.machines > 1:
+            problem = self._together(self._send_to_neighbor, draft)
+        if not problem:
+            problem = self._together(self._describe, draft, losses)
+        if problem:
+            if self.first:
+                shutil.rmtree(draft, ignore_errors=True)
+            return problem
         if self.first:
             os.replace(draft, place)
         self._barrier()
         if self.first:
             self._remove_but(place)
+        return ""
+
+    def _together(self, work: Callable[..., None], *args: Any) -> str:
+        """Do it on all ranks; returns why the first that failed did. ``work`` communicates to its end even then."""
+        why = ""
+        try:
+            work(*args)
+        except OSError as e:
+            why = f"{self.folder}: {e.strerror}"
+        except CheckpointException as e:  # raised on all ranks
+            why = f"{self.folder}: {next(iter(e.failures.values()))[0]}"
+        found = [why] * self.trainer.world
+        if self.group is not None:
+            dist.all_gather_object(found, why, group=self.group)
+        return next((f"rank {rank}: {reason}" for rank, reason in enumerate(found) if reason), "")
+
+    def _make(self, draft: Path) -> None:
+        if self.first:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir()
 
     def _send_to_neighbor(self, draft: Path) -> None:
         """Send this rank's files to the next machine, and write those of the machine before."""
-        t = self.trainer
+        t, failed = self.trainer, None
         to, source = (t.rank + self.local) % t.world, (t.rank - self.local) % t.world
         mine = sorted(draft.glob(f"__{t.rank}_*"))
         names: list[Any] = [None] * t.world
@@ -118,8 +159,13 @@ class MemoryCopies:
             for w in work:
                 assert w is not None
                 w.wait()
-            if i < len(names[source]):
-                _write(draft / name, held)
+            if i < len(names[source]) and failed is None:
+                try:
+                    _write(draft / name, held)
+                except OSError as e:
+                    failed = e  # the others still send and receive
+        if failed is not None:
+            raise failed
 
     def _describe(self, draft: Path, losses: list[float]) -> None:
         """Write the step, its losses and the names of all files on every machine."""
@@ -137,22 +183,41 @@ class MemoryCopies:
             (draft / STATE).write_text(state, encoding="utf-8")
 
     def _remove_but(self, place: Path) -> None:
-        self._remove_left()
-        for old in self.folder.glob("step-*"):
+        for old in self._ours():
             if old != place:
-                os.replace(old, self.folder / f".{old.name}.old")  # partly removed, it must not look like a copy
-        self._remove_left()
+                hidden = old if old.name.startswith(".") else self.folder / f".{old.name}.old"
+                if old != hidden:
+                    os.replace(old, hidden)  # partly removed, it must not look like a copy
+                shutil.rmtree(hidden, ignore_errors=True)
 
-    def _remove_left(self) -> None:
-        """Remove what is incomplete or partly removed."""
-        for left in self.folder.glob(".step-*"):
-            shutil.rmtree(left, ignore_errors=True)
+    def _ours(self) -> list[Path]:
+        """What this experiment has here, complete or not."""
+        found = [*self.folder.glob(".step-*"), *self.folder.glob("step-*")]
+        return [place for place in found if not self._of_another(place)]
+
+    def _of_another(self, place: Path) -> bool:
+        state = _state(place)
+        return state is not None and bool(differences(state["experiment"], self.trainer))
 
     # ---- going on ----------------------------------------------------------------------------------------------------
 
+    def begin_anew(self) -> None:
+        """Remove what earlier runs of this experiment have left: those that another process has started than
+        this one's parent, as torchrun."""
+        agent = psutil.Process(os.getppid())
+        name, marker = f"{agent.pid} {agent.create_time()}", self.folder / AGENT
+        if self.first and not (marker.is_file() and marker.read_text(encoding="utf-8") == name):
+            for place in self._ours():
+                shutil.rmtree(place, ignore_errors=True)
+            marker.write_text(name, encoding="utf-8")
+        self._barrier()
+
     def resume(self) -> list[float]:
         """Go on from the newest copy of which the machines together have every file; returns its losses (empty: there
-        is none)."""
+        is none).
+
+        Raises :class:`UserError` for a copy that cannot be read, or does not fit.
+        """
         t = self.trainer
         everyone: list[Any] = [self._held()]
         if t.world > 1:
@@ -162,11 +227,18 @@ class MemoryCopies:
         whole = [name for name in {n for h in held for n in h} if _complete([h[name] for h in held if name in h])]
         if not whole:
             return []
-        place = self.folder / max(whole)
-        self._fetch(place, [h[place.name].have if place.name in h else {} for h in held])
-        state = json.loads((place / STATE).read_text(encoding="utf-8"))
+        place = self.folder / max(whole, key=lambda name: (int(name.split("-")[1]), name))
+        have = [h[place.name].have if place.name in h else {} for h in held]
+        self._fetch(place, have, [{METADATA}] * self.machines)
+        self._fetch(place, have, [files | {STATE} for files in self._wanted(place, set().union(*have))])
+        state = _state(place)
+        assert state is not None
         with t.run.hooks.resident(True):
-            load_tensors(t, place)
+            try:
+                load_tensors(t, place)
+            except CheckpointException as e:
+                raise UserError(f"elastic: the copy {place} cannot be read: {next(iter(e.failures.values()))[0]}",
+                                f"remove {place} on every machine to go on without it") from None  # fmt: skip
         for name, kept in t.run.hooks.states.items():
             if name in state["states"]:
                 kept.load_state_dict(state["states"][name])
@@ -180,27 +252,49 @@ class MemoryCopies:
         """This machine's part of every copy of this experiment."""
         found = {}
         for place in self.folder.glob("step-*"):
-            if not (place / STATE).is_file():  # it was being fetched, this last
-                continue
-            state = json.loads((place / STATE).read_text(encoding="utf-8"))
-            if not differences(state["experiment"], self.trainer):
+            state = _state(place)
+            if state is not None and not differences(state["experiment"], self.trainer):
                 found[place.name] = Held({f.name: _size(f) for f in place.iterdir()}, state["files"])
         return found
 
-    def _fetch(self, place: Path, held: list[Files]) -> None:
-        """Have every machine get the files that it lacks, from the first that has them."""
-        if self.first:
-            place.mkdir(exist_ok=True)
+    def _wanted(self, place: Path, names: set[str]) -> list[set[str]]:
+        """The files that each machine needs: what its ranks load, and what they and the machine before wrote."""
+        t = self.trainer
+        mine = files_to_load(t, place)
+        for rank in (t.rank, (t.rank - self.local) % t.world):
+            mine |= {name for name in names if name.startswith(f"__{rank}_")}
+        every: list[Any] = [mine]
+        if t.world > 1:
+            every = [None] * t.world
+            dist.all_gather_object(every, mine, group=self.group)
+        return [set().union(*every[i : i + self.local]) for i in range(0, t.world, self.local)]
+
+    def _fetch(self, place: Path, held: list[Files], wanted: list[set[str]]) -> None:
+        """Have every machine get those of its wanted files that it lacks, from the first that has them."""
         mine = self.trainer.rank // self.local
-        for name in sorted({n for h in held for n in h}):
+        sizes = {name: size for files in held for name, size in files.items()}
+        problem = self._together(self._require_space, place, sum(sizes[n] for n in wanted[mine] - held[mine].keys()))
+        if problem:
+            raise UserError(f"elastic: the copy to go on from does not fit: {problem}", MORE_ROOM)
+        for name in sorted(set().union(*wanted)):  # the state, without which it is no copy, last
             source = next(m for m, files in enumerate(held) if name in files)
-            for machine in (m for m, files in enumerate(held) if name not in files):
+            for machine in (m for m, files in enumerate(held) if name in wanted[m] and name not in files):
                 if self.first and mine == source:
                     dist.send(_read(place / name), machine * self.local, group=self.group)
                 elif self.first and mine == machine:
-                    data = torch.empty(held[source][name], dtype=torch.uint8)
+                    data = torch.empty(sizes[name], dtype=torch.uint8)
                     dist.recv(data, source * self.local, group=self.group)
                     _write(place / name, data)
+        self._barrier()
+
+    def _require_space(self, place: Path, size: int) -> None:
+        if self.first:
+            place.mkdir(exist_ok=True)
+            if size > shutil.disk_usage(self.folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def wait(self) -> None:
+        """Until all ranks have come here: before that, no machine's copies may be removed."""
         self._barrier()
 
     def _barrier(self) -> None:
@@ -212,6 +306,23 @@ def _complete(held: list[Held]) -> bool:
     """Whether the machines together have all files of a copy."""
     have = {name: size for h in held for name, size in h.have.items()}
     return METADATA in have and all(have.get(name) == size for name, size in held[0].wanted.items())
+
+
+def _require_private(folder: Path) -> None:
+    """Raise :class:`UserError` where another user could write: metadata of copies are pickles, which run code."""
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        raise UserError(f"elastic: other users may write to {folder}, or it is not a directory of yours",
+                        "remove it, or give another --memory-dir")  # fmt: skip
+
+
+def _state(place: Path) -> dict[str, Any] | None:
+    """What ``state.json`` says; None without one (it is the last file of a copy) or for a damaged one."""
+    try:
+        state = json.loads((place / STATE).read_text(encoding="utf-8"))
+        return state if {"experiment", "files", "step", "losses", "states"} <= state.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _size(file: Path) -> int:

@@ -54,6 +54,8 @@ def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, 
     if options.eval_every:
         trainer.run.hooks.states["evaluations"] = evaluations
     copies = _copies(trainer, options)
+    if copies and not options.resume:
+        copies.begin_anew()
     losses = copies.resume() if copies else []
     if out and options.resume:
         losses = resume(trainer, out) or losses
@@ -63,7 +65,10 @@ def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, 
         go_on(trainer, load_adapter(Path(options.adapter_from), e.model))
     previous = signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop_requested", True))
     try:
-        return _run(trainer, out, losses, evaluations, copies, options, here.report)
+        result = _run(trainer, out, losses, evaluations, copies, options, here.report)
+        if copies:
+            copies.wait()
+        return result
     finally:
         signal.signal(signal.SIGINT, previous)
 
@@ -112,7 +117,10 @@ def _run(
             if improved and folder:
                 write(trainer, place, folder)
         if copies and not last and trainer.steps_done % copy_every == 0:
-            copies.save(losses)
+            problem = copies.save(losses)
+            if problem:
+                report({"stage": f"not copied to memory ({problem}); training goes on", "warning": True,
+                        "step": trainer.steps_done, "steps": steps})  # fmt: skip
     if out and not place:  # there was nothing left to do
         place = next(reversed(checkpoints(out)), None)
     if place and folder and not stopped and not evaluations.best:
