@@ -26,7 +26,7 @@ def code_hash() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this code is run from, marked if files differ from it; None: it is no checkout."""
+    """The commit of the checkout that this code is run from, marked if files differ; None: it is no checkout."""
     import subprocess
 
     command = ["git", "-C", str(Path(ridgeline.__file__).parent), "describe", "--always", "--abbrev=40", "--dirty"]

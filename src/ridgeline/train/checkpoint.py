@@ -136,12 +136,15 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     return losses
 
 
-def save_tensors(trainer: Trainer, folder: Path) -> None:
-    """Write the tensors of model and optimizer, each rank its part; they must be resident."""
+def save_tensors(trainer: Trainer, folder: Path, apart: bool = False) -> None:
+    """Write the tensors of model and optimizer, each rank its part; they must be resident. ``apart``: every tensor in a
+    file of its own."""
     from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     tensors, _ = _state(trainer)
-    _quietly(lambda: dcp.save(tensors, checkpoint_id=str(folder), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
+    writer = FileSystemWriter(str(folder), single_file_per_rank=not apart)
+    _quietly(lambda: dcp.save(tensors, storage_writer=writer, no_dist=trainer.world == 1))  # type: ignore[attr-defined]
 
 
 def load_tensors(trainer: Trainer, folder: Path) -> None:

@@ -106,7 +106,7 @@ class MemoryCopies:
         problem = self._together(self._make, draft)
         if not problem:
             with t.run.hooks.resident(False):
-                problem = self._together(save_tensors, t, draft)
+                problem = self._together(save_tensors, t, draft, True)  # ranks load a few of the others' tensors
         if not problem and self.machines > 1:
             problem = self._together(self._send_to_neighbor, draft)
         if not problem:
@@ -130,7 +130,7 @@ class MemoryCopies:
         except OSError as e:
             why = f"{self.folder}: {e.strerror}"
         except CheckpointException as e:  # raised on all ranks
-            why = f"{self.folder}: {next(iter(e.failures.values()))[0]}"
+            why = f"{self.folder}: {_reason(e)}"
         found = [why] * self.trainer.world
         if self.group is not None:
             dist.all_gather_object(found, why, group=self.group)
@@ -237,7 +237,7 @@ class MemoryCopies:
             try:
                 load_tensors(t, place)
             except CheckpointException as e:
-                raise UserError(f"elastic: the copy {place} cannot be read: {next(iter(e.failures.values()))[0]}",
+                raise UserError(f"elastic: the copy {place} cannot be read: {_reason(e)}",
                                 f"remove {place} on every machine to go on without it") from None  # fmt: skip
         for name, kept in t.run.hooks.states.items():
             if name in state["states"]:
@@ -323,6 +323,14 @@ def _state(place: Path) -> dict[str, Any] | None:
         return state if {"experiment", "files", "step", "losses", "states"} <= state.keys() else None
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def _reason(failed: CheckpointException) -> str:
+    """Why the first rank failed: the system's reason, if there is one below PyTorch's."""
+    first = error = next(iter(failed.failures.values()))[0]
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return str(error.strerror if error is not None else first)
 
 
 def _size(file: Path) -> int:

@@ -57,9 +57,12 @@ class Elastic(Technique):
         machine; both are counted as an equal part of each step. The step waits for them."""
 
         def close(graph: Graph) -> None:
-            size = copied_bytes(graph, e) / self.every
+            written, loaded = copied_bytes(graph, e)
+            size = written / self.every
             graph.after_update.append(host_copy("elastic.copy", "d2h", size, "update"))
-            graph.host_bytes += 2 * self.every * size * min(2, e.cluster.nodes)  # the copy before stays until then
+            copy = written * min(2, e.cluster.nodes)
+            # A copy, and the one before or the one from which the run goes on.
+            graph.host_bytes += copy + min(written * e.cluster.nodes, loaded + copy - written)
             if e.cluster.nodes > 1:
                 graph.after_update.append(Op("elastic.send", "communication", "p2p", "update", bytes=size,
                                              link_bytes=size, ranks=2, axis="all",
@@ -82,12 +85,15 @@ class Elastic(Technique):
         """Nothing: the loop copies, as :meth:`copies_every` says."""
 
 
-def copied_bytes(g: Graph, e: Experiment) -> float:
-    """Bytes of a copy that one rank writes: what several ranks hold alike, one of them does."""
-    total = 0.0
+def copied_bytes(g: Graph, e: Experiment) -> tuple[float, float]:
+    """Bytes of a copy that one rank writes, and its share of those that its machine reads at most: what several ranks
+    hold alike, one of them writes, and each machine reads."""
+    written = loaded = 0.0
     for b in g.blocks:
         for p in b.params:
             states = p.numel * (g.optimizer_bytes if p.state_bytes is None else p.state_bytes) * p.trainable
-            own = (p.numel * p.bytes_per_element + states) / max(1, e.gradient_ranks // p.spread)
-            total += own * b.repeat / g.stages
-    return total
+            alike = max(1, e.gradient_ranks // p.spread)
+            own = (p.numel * p.bytes_per_element + states) / alike * b.repeat / g.stages
+            written += own
+            loaded += own * min(alike, e.cluster.nodes)
+    return written, loaded
