@@ -163,7 +163,7 @@ def files_to_load(trainer: Trainer, folder: Path) -> set[str]:
 
     metadata = FileSystemReader(str(folder)).read_metadata()
     planner = DefaultLoadPlanner()
-    with trainer.run.hooks.resident(True):
+    with trainer.run.hooks.resident(False):
         planner.set_up_planner(_state(trainer)[0], metadata, is_coordinator=trainer.rank == 0)
         read = planner.create_local_plan().items
     return {metadata.storage_data[item.storage_index].relative_path for item in read}

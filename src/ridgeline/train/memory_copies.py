@@ -128,13 +128,13 @@ class MemoryCopies:
         try:
             work(*args)
         except OSError as e:
-            why = f"{self.folder}: {e.strerror}"
+            why = f"rank {self.trainer.rank}: {self.folder}: {e.strerror}"
         except CheckpointException as e:  # raised on all ranks
-            why = f"{self.folder}: {_reason(e)}"
+            why = _reason(e)
         found = [why] * self.trainer.world
         if self.group is not None:
             dist.all_gather_object(found, why, group=self.group)
-        return next((f"rank {rank}: {reason}" for rank, reason in enumerate(found) if reason), "")
+        return next((reason for reason in found if reason), "")
 
     def _make(self, draft: Path) -> None:
         if self.first:
@@ -202,10 +202,11 @@ class MemoryCopies:
     # ---- going on ----------------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
-        """Remove what earlier runs of this experiment have left: those that another process has started than
-        this one's parent, as torchrun."""
+        """Remove what earlier runs of this experiment have left: those that another process, as torchrun, has
+        started than this one's parent."""
         agent = psutil.Process(os.getppid())
         name, marker = f"{agent.pid} {agent.create_time()}", self.folder / AGENT
+        self._barrier()  # the others may still look at what is here
         if self.first and not (marker.is_file() and marker.read_text(encoding="utf-8") == name):
             for place in self._ours():
                 shutil.rmtree(place, ignore_errors=True)
@@ -326,11 +327,12 @@ def _state(place: Path) -> dict[str, Any] | None:
 
 
 def _reason(failed: CheckpointException) -> str:
-    """Why the first rank failed: the system's reason, if there is one below PyTorch's."""
-    first = error = next(iter(failed.failures.values()))[0]
+    """The first rank that failed, and why: the system's reason, if there is one below PyTorch's."""
+    rank, (first, _) = next(iter(failed.failures.items()))
+    error: BaseException | None = first
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
-    return str(error.strerror if error is not None else first)
+    return f"rank {rank}: {first if error is None else error.strerror}"
 
 
 def _size(file: Path) -> int:
