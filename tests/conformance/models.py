@@ -25,10 +25,13 @@ KINDS = {"e5": ENCODER, "bge-base": ENCODER, "bge-reranker": {**ENCODER, "head":
          "apeach": {**ENCODER, "head": "classify", "num_labels": 2}}  # fmt: skip
 """By a part of the model's name; others are causal."""
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools and messages[0].role != 'system' %}<|im_start|>system\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% elif m.content %}"
     "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% if tools and loop.first and m.role == 'system' %}\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{% if not (loop.last and continue_final_message) %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
