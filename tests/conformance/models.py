@@ -9,6 +9,7 @@ import jinja2
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ridgeline import catalog
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.checkpoint.peft import save_lora, state_of
 from ridgeline.nn.model.init import build
@@ -19,8 +20,8 @@ from ridgeline.techniques.registry import make
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
 SIZES = {"vocab_size": 8192, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
          "intermediate_size": 128, "max_positions": 32768}  # fmt: skip
-CAUSAL = {"family": "llama", **SIZES}
-ENCODER = {"family": "bert", **SIZES, "num_kv_heads": 4, "max_positions": 512}
+CAUSAL = {**catalog.model("llama-tiny").model_dump(), **SIZES}
+ENCODER = {**catalog.model("bert-tiny").model_dump(), **SIZES, "num_kv_heads": 4, "max_positions": 512}
 KINDS = {"e5": ENCODER, "bge-base": ENCODER, "bge-reranker": {**ENCODER, "head": "classify", "num_labels": 1},
          "apeach": {**ENCODER, "head": "classify", "num_labels": 2}}  # fmt: skip
 """By a part of the model's name; others are causal."""

@@ -63,8 +63,6 @@ class Server:
                     keys = values
                 elif name == "--port":
                     self.port = int(values[0])
-                elif name == "--max-model-len":  # random weights do not end by themselves
-                    command += [name, str(min(int(values[0]), 2048))]
                 elif name in VALUES and values:
                     command += [VALUES[name], *values]
             elif name in SWITCHES:

@@ -158,8 +158,9 @@ def test_a_refusal_is_the_librarys_own(site):
 
 
 def test_changed_figures_change_the_answer(site):
-    slow = call(site, "/api/plan", QUESTION)[1]
-    fast = call(site, "/api/plan", {**QUESTION, "device": {"link.bandwidth": 200e9, "memory_bytes": 80e9}})[1]
+    nvlink = {**QUESTION, "on": "8xa100-80g-sxm"}
+    fast = call(site, "/api/plan", {**nvlink, "device": {"memory_bytes": 80e9}})[1]
+    slow = call(site, "/api/plan", {**nvlink, "device": {"link.bandwidth": 2e9}})[1]
     speed = [x["result"]["metrics"]["tokens_per_s"]["value"] for x in (slow, fast)]
     assert speed[1] > 2 * speed[0]
     assert fast["cluster"]["memory_bytes"] == 80e9

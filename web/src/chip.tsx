@@ -15,23 +15,23 @@ function written(path: string, value: number): string {
   return path === "clock" ? `${number(value / 1e9)} GHz` : number(value);
 }
 
-/** Sliders for the figures of a design, from a quarter to four times its own. */
+/** Sliders for the figures of a design, up to four times its own. */
 export function ChipFigures({ chip, p, change }: { chip: Chip; p: PlanQuery; change: (p: PlanQuery) => void }) {
   return (
     <details open>
       <summary>{chip.title}: change the design</summary>
       {chip.figures.map(({ path, label, value: own }) => {
         const value = p.device[path] ?? own;
+        const step = own <= 64 ? 1 : own / 32;
         const set = (x: number) => {
           const { [path]: _, ...rest } = p.device;
-          const next = path === "clock" ? own * 2 ** x : Math.max(1, Math.round(own * 2 ** x));
-          change({ ...p, device: next === own ? rest : { ...rest, [path]: next } });
+          change({ ...p, device: x === own ? rest : { ...rest, [path]: x } });
         };
         return (
           <label class="field" key={path}>
             <span>{label}: {written(path, value)}</span>
             <input
-              type="range" min={-2} max={2} step={0.05} value={Math.log2(value / own)} aria-label={label}
+              type="range" min={step} max={4 * own} step={step} value={value} aria-label={label}
               aria-valuetext={written(path, value)} onInput={(e) => set(Number(e.currentTarget.value))}
             />
           </label>
