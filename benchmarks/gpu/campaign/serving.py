@@ -103,7 +103,7 @@ def decode(setting: Setting, given: partial[Experiment], graphs: bool) -> Figure
     weights = sum(held.values()) - table
     ordered = sorted(taken)
     found: Figures = {
-        "step_s": second, "tokens_per_s": tokens / sum(taken), "recorded": engine.runner.graphs is not None,
+        "step_s": second, "tokens_per_s": tokens / sum(taken), "captured": engine.runner.graphs is not None,
         "start_s": ready, "weights_bytes": weights,
         "quartiles_s": [ordered[len(taken) // 4], ordered[3 * len(taken) // 4]],
     }  # fmt: skip
