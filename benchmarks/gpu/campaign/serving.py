@@ -157,6 +157,7 @@ LOADED = ("tokens_per_s", "ttft_p50_s", "tpot_p50_s", "requests_per_s")
 
 
 def load_said(given: Any) -> Figures:
+    """Throughput and latencies of the simulated load."""
     said = predict(given())
     return {k: said.metrics[k].value for k in LOADED if k in said.metrics}
 

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: captured once for some numbers of sequences and lengths, then replayed by one launch.
 
 A replay reads its numbers (tokens, positions, slots, block tables, lengths) from buffers that stay where they are; the
-host fills a pinned copy of them and sends it in one piece. A step of fewer sequences than its graph's is padded: padding
-rows write to a block that no sequence has, and nothing reads what they compute.
+host fills a pinned copy of them and sends it in one piece. A step of fewer sequences than its graph's has rows of
+padding, which write to a block that no sequence has; nothing reads what they compute.
 """
 
 from __future__ import annotations
