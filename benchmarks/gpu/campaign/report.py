@@ -20,6 +20,8 @@ FP8_GAIN = 1.3
 """Minimum throughput of training in fp8 relative to bf16 with the same plan."""
 VLLM_SHARE = 0.8
 """Minimum throughput of decoding relative to vLLM with the same model and batch."""
+PEERS_PROMPTS = ", 512 tokens"
+"""How lines end that have the prompts of other engines' lines."""
 HIDDEN = ("log", "losses", "failures", "until", "quartiles_s", "weights_bytes")
 
 
@@ -73,9 +75,9 @@ def _compared(lines: list[tuple[str, dict[str, Any]]]) -> list[Judged]:
         model, _, rest = name.partition(", ")
         if part == "training" and rest.startswith("fp8"):
             other, what, goal = f"{model}, {rest.replace('fp8', 'bf16', 1)}", "throughput over bf16's", FP8_GAIN
-        elif part == "serving" and rest.startswith("bf16, decode"):
-            other, what, goal = f"{model}, vLLM{rest.removeprefix('bf16')}", "throughput over vLLM's", VLLM_SHARE
-            other = other.rpartition(",")[0]  # the length of the prompts, which is one for all peers
+        elif part == "serving" and rest.startswith("bf16, decode") and rest.endswith(PEERS_PROMPTS):
+            other = f"{model}, vLLM{rest.removeprefix('bf16').removesuffix(PEERS_PROMPTS)}"
+            what, goal = "throughput over vLLM's", VLLM_SHARE
         else:
             continue
         if (part, other) in rates:

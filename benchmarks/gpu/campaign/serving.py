@@ -31,7 +31,7 @@ LIMIT = 200.0
 
 
 def cells(setting: Setting) -> list[Cell]:
-    """Decode steps by dtype and batch; caches, drafts, experts; prompts; a load; peers on a smaller model."""
+    """Decode steps by dtype and batch; caches, drafts, experts; prompts; a load; peers."""
     if setting.small:
         return [_decode(setting, "llama-mini", "fp32", (), 2, dtype="fp32", prompt=8, new=6),
                 _prompt(setting, "llama-mini", 48, "fp32")]  # fmt: skip
@@ -44,8 +44,9 @@ def cells(setting: Setting) -> list[Cell]:
     found += [_decode(setting, "qwen3-30b-a3b", "bf16", (), b) for b in (1, 64)]
     found += [_prompt(setting, large, n) for n in (512, 4096)]
     found += [_load(setting, large, n) for n in (8, 64)]
-    for who, ask in (("transformers", transformers_decode), ("vLLM", vllm_decode)):
-        found += [Cell(f"{small}, {who}, decode, batch {b}", partial(ask, setting, small, b), limit=300.0)
+    peers = (("transformers", small, transformers_decode), ("vLLM", small, vllm_decode), ("vLLM", large, vllm_decode))
+    for who, model, ask in peers:
+        found += [Cell(f"{model}, {who}, decode, batch {b}", partial(ask, setting, model, b), limit=300.0)
                   for b in BATCHES]  # fmt: skip
     return found
 
