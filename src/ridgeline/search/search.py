@@ -268,7 +268,7 @@ def _place(
             fits = True  # what misses another limit from the device's memory misses it by more from elsewhere
         if judged:
             fits = fits or q.training or not offloads(placement)  # generations differ in what they offload: compare all
-            _bound_the_rest(found, kind, timed, weight, offloads(placement) and not (everything or q.slo))
+            _bound_the_rest(found, kind, timed, weight, bool(offloads(placement)) and not (everything or q.slo))
 
 
 def _bound_the_rest(found: Found, kind: Setting, timed: Quick, weight: float, copied: bool) -> None:
