@@ -9,6 +9,7 @@ import jinja2
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ridgeline import catalog
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.checkpoint.peft import save_lora, state_of
 from ridgeline.nn.model.init import build
@@ -19,16 +20,19 @@ from ridgeline.techniques.registry import make
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
 SIZES = {"vocab_size": 8192, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
          "intermediate_size": 128, "max_positions": 32768}  # fmt: skip
-CAUSAL = {"family": "llama", **SIZES}
-ENCODER = {"family": "bert", **SIZES, "num_kv_heads": 4, "max_positions": 512}
+CAUSAL = {**catalog.model("llama-tiny").model_dump(), **SIZES}
+ENCODER = {**catalog.model("bert-tiny").model_dump(), **SIZES, "num_kv_heads": 4, "max_positions": 512}
 KINDS = {"e5": ENCODER, "bge-base": ENCODER, "bge-reranker": {**ENCODER, "head": "classify", "num_labels": 1},
          "apeach": {**ENCODER, "head": "classify", "num_labels": 2}}  # fmt: skip
 """By a part of the model's name; others are causal."""
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools and messages[0].role != 'system' %}<|im_start|>system\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% elif m.content %}"
     "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% if tools and loop.first and m.role == 'system' %}\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{% if not (loop.last and continue_final_message) %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import anthropic
 import httpx
@@ -64,8 +63,6 @@ class Server:
                     keys = values
                 elif name == "--port":
                     self.port = int(values[0])
-                elif name == "--max-model-len":  # random weights do not end by themselves
-                    command += [name, str(min(int(values[0]), 2048))]
                 elif name in VALUES and values:
                     command += [VALUES[name], *values]
             elif name in SWITCHES:
@@ -75,10 +72,8 @@ class Server:
             keys.append(env["VLLM_API_KEY"])
         for key in keys:
             command += ["--api-key", key]
-        command += ["--port", str(self.port), "--served-model-name", named[0]]
-        adapters = self._adapters(loras)
-        command += ["--adapters", adapters] if adapters else []
-        command += ["--admin-key", keys[0] if keys else self.DUMMY_API_KEY]
+        key = keys[0] if keys else self.DUMMY_API_KEY
+        command += ["--port", str(self.port), "--served-model-name", named[0], "--admin-key", key]
         env["PYTHONPATH"] = os.environ["RIDGELINE_SOURCE"]
         print("starting:", *command, flush=True)
         self.proc = subprocess.Popen(command, env=env)
@@ -86,26 +81,19 @@ class Server:
         while True:
             try:
                 if httpx.get(self.url_for("health"), timeout=5).status_code == 200:
-                    return
+                    break
             except httpx.HTTPError:
                 pass
             if self.proc.poll() is not None or time.monotonic() > until:
                 self.proc.kill()
                 raise RuntimeError(f"the server did not start: {self.proc.poll()}")
             time.sleep(0.1)
-
-    @staticmethod
-    def _adapters(loras):
-        """A folder with a link for each adapter."""
-        if not loras:
-            return None
-        folder = Path(os.environ["RIDGELINE_MODELS"]) / f"adapters-{os.getpid()}-{time.monotonic_ns()}"
-        folder.mkdir()
-        for module in loras:
+        for module in loras:  # NAME=PATH, or JSON
             name, _, path = module.partition("=")
             given = json.loads(module) if module.startswith("{") else {"name": name, "path": path}
-            (folder / given["name"]).symlink_to(given["path"])
-        return str(folder)
+            body = {"lora_name": given["name"], "lora_path": given["path"]}
+            url = self.url_for("v1/load_lora_adapter")
+            httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60).raise_for_status()
 
     def __enter__(self):
         return self

@@ -7,7 +7,7 @@ import pytest
 from ridgeline.catalog import chips
 from ridgeline.hardware.area import die_mm2, sram_mm2, total_mm2, transistors
 from ridgeline.hardware.cost import clean, cost, dies_per_wafer, verdict, yielded
-from ridgeline.hardware.device import power, watts
+from ridgeline.hardware.device import energy, power, watts
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import hardware_figures as published
 
@@ -95,6 +95,21 @@ def test_a_price_that_nobody_gave_is_not_zero():
     assert found.die > 0
     with pytest.raises(UserError, match="no price of hbm3"):
         _ = found.memory
+
+
+def test_energy_of_operations_is_the_powers():
+    for name in chips.chips():
+        c = chips.chip(name)
+        joules, parts = energy(c), power(c)
+        assert parts["memory"] == pytest.approx(joules["byte of memory"] * c.memory.bandwidth)
+        assert parts["arithmetic"] == pytest.approx(
+            joules["16-bit FLOP"] * max(c.peak_flops.get("bf16", 0), c.peak_flops.get("fp32", 0))
+        )
+        if c.links is not None:
+            both = 2 * c.links.count * c.links.bandwidth
+            assert parts["links"] == pytest.approx(joules["byte over a link"] * both)
+        # a byte from memory costs tens of FLOPs: why a roofline is one of energy, too
+        assert 10 < joules["byte of memory"] / joules["16-bit FLOP"] < 1000
 
 
 def test_power_is_calibrated_on_rated_chips():

@@ -18,7 +18,7 @@ from ridgeline.nn.checkpoint.peft import save_lora, state_of
 from ridgeline.serve.app import create_app
 from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
 from ridgeline.serve.checkpoint_settings import Options
-from ridgeline.serve.engine_loop import QueueLimits
+from ridgeline.serve.queue_limits import QueueLimits
 from ridgeline.serve.server import Server, make_service
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.registry import make

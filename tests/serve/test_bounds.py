@@ -13,9 +13,9 @@ from tests.serve.test_reliability import Slow, call, error, opened
 from ridgeline.serve import detokenize as text
 from ridgeline.serve.bodies import WrongBody, parse
 from ridgeline.serve.chat import ChatCompletion
-from ridgeline.serve.engine_loop import QueueLimits
 from ridgeline.serve.openai import Completion, Detokenize
 from ridgeline.serve.pooled_bodies import EmbeddingRequest
+from ridgeline.serve.queue_limits import QueueLimits
 
 JSON = "application/json"
 

@@ -257,7 +257,7 @@ def test_a_grammar_that_fails_fails_alone(llama, where):
         (EngineRequest("x", [1], Sampling(top_p=0)), "top_p"),
         (EngineRequest("x", [1], Sampling(n=3, best_of=2)), "best_of"),
         (EngineRequest("x", [1], Sampling(logit_bias={300: 1.0})), "logit_bias"),
-        (EngineRequest("x", [1], Sampling(logprobs=21)), "logprobs"),
+        (EngineRequest("x", [1], Sampling(logprobs=301)), "logprobs"),
         (EngineRequest("x", [1], Sampling(min_tokens=17)), "min_tokens"),
     ],
 )

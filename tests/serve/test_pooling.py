@@ -12,8 +12,8 @@ from tests.serve.test_classify import classifier, theirs  # noqa: F401 (a fixtur
 from tests.serve.test_reliability import call, error
 
 from ridgeline.serve.checkpoint_settings import Options, dimensions_of, pooling_of
-from ridgeline.serve.engine_loop import QueueLimits
 from ridgeline.serve.fields import MAX_INPUTS
+from ridgeline.serve.queue_limits import QueueLimits
 from ridgeline.spec.errors import UserError
 
 TEXTS = ["one text", "another one", "x"]

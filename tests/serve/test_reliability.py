@@ -12,7 +12,7 @@ from tests.serve import malformed
 from tests.serve.running import lora, running
 from tests.serve.traffic import KINDS, LEFT, Traffic, hammer
 
-from ridgeline.serve.engine_loop import QueueLimits
+from ridgeline.serve.queue_limits import QueueLimits
 
 LONG = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0}
 

@@ -20,7 +20,9 @@ def test_8_bit_kernels_take_what_they_do_not_give_from_the_16_bit_ones():
 
 def test_an_architecture_like_another_says_only_what_differs():
     blackwell, hopper = catalog.architecture("blackwell"), catalog.architecture("hopper")
-    assert blackwell.collective == hopper.collective
+    own = blackwell.collective.nvls_share
+    assert own != hopper.collective.nvls_share
+    assert blackwell.collective == hopper.collective.model_copy(update={"nvls_share": own})
     assert blackwell.gemm["bf16"].power < hopper.gemm["bf16"].power
     assert blackwell.gemm["fp8"].share == hopper.gemm["fp8"].share
     assert hopper.fitted_on

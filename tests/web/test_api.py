@@ -12,9 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from ridgeline import catalog, experiments
+from ridgeline.catalog import chips
 from ridgeline.cli import app as commands
+from ridgeline.hardware.device import chip_device
 from ridgeline.predict import predict, predict_trace
 from ridgeline.report.export import load_any
+from ridgeline.search.chip_tables import chip_record
+from ridgeline.search.design_space import read_space
+from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 from ridgeline.store import Store
@@ -59,6 +64,68 @@ def test_an_answer_is_the_librarys(site):
     assert found["tree"]["seconds"] == expected["metrics"]["step_time_s"]["value"]
 
 
+CHIP = {"model": "llama2-7b", "on": "4xchip:ga100", "plan": ["tensor_parallel:degree=4"],
+        "workload": {"kind": "generate", "batch_size": 8, "prompt_len": 512, "output_len": 128}}  # fmt: skip
+
+
+def test_a_chip_is_that_of_the_command_line(site):
+    status, found = call(site, "/api/plan", CHIP)
+    assert status == 200
+    device = chip_device(chips.chip("ga100"))
+    e = experiments.make(CHIP["model"], Cluster(device=device, devices_per_node=4), CHIP["workload"], CHIP["plan"])
+    assert found["result"]["metrics"] == json.loads(predict(e).to_json())["metrics"]
+    shown = CliRunner().invoke(commands, ["hardware", "show", "ga100", "--json"])
+    chip = found["chip"]
+    assert json.loads(shown.stdout).items() <= chip.items()
+    assert chip["total_mm2"] == pytest.approx(sum(chip["area_mm2"].values()))
+    speed = found["result"]["metrics"]["tokens_per_s"]["value"]
+    assert chip["tokens_per_s_per_dollar"] == pytest.approx(speed / 4 / (chip["die_dollars"] + chip["memory_dollars"]))
+    for o in chip["operators"]:  # none is above its roofs
+        assert o["rate"] <= 1.001 * max(chip["peak_flops"].values())
+    assert call(site, "/api/plan", QUESTION)[1]["chip"] is None
+
+
+def test_a_changed_design_is_one_of_a_sweep(site, tmp_path):
+    changes = {
+        "cores": 64,
+        "memory.channels": 3,
+        "cache_bytes": 2e7,
+        "clock": 1e9,
+        "core.array.rows": 32,
+        "links.count": 6,
+    }
+    chip = call(site, "/api/plan", {**CHIP, "device": changes})[1]["chip"]
+    own = chips.chip("ga100")
+    half = f"active = {round(own.memory.active / 2)}, bytes = {own.memory.bytes / own.memory.channels * 3}"
+    memory = f"{{ channels = 3, {half} }}"
+    (tmp_path / "space.toml").write_text(
+        f'base = "ga100"\n[vary]\ncores = [64]\nmemory = [{memory}]\ncache_bytes = [20000000]\nclock = [1e9]\n'
+        '"core.array.rows" = [32]\n"links.count" = [6]\n'
+    )
+    design, _ = next(read_space(tmp_path / "space.toml").designs())
+    expected = chip_record(design, chips.prices("2023-10"), "spare")
+    for name in (
+        "peak_flops",
+        "memory_bandwidth",
+        "memory_bytes",
+        "area_mm2",
+        "watts",
+        "die_dollars",
+        "memory_dollars",
+    ):
+        assert chip[name] == pytest.approx(expected[name]), name
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"on": "2x4xchip:ga100"}, "chips have no network"), ({"on": "chip:x"}, "unknown chip"),
+    ({"device": {"watts": 1}}, "has no figure 'watts'"), ({"on": "0xchip:ga100"}, "is not a node of chips"),
+])  # fmt: skip
+def test_chips_that_are_none(site, change, says):
+    status, found = call(site, "/api/plan", {**CHIP, **change})
+    assert status == 422
+    assert says in f"{found['error']['what']} {found['error']['fix']}"
+
+
 def test_the_command_it_shows_gives_the_same(site):
     for question in (
         QUESTION,
@@ -91,8 +158,9 @@ def test_a_refusal_is_the_librarys_own(site):
 
 
 def test_changed_figures_change_the_answer(site):
-    slow = call(site, "/api/plan", QUESTION)[1]
-    fast = call(site, "/api/plan", {**QUESTION, "device": {"link.bandwidth": 200e9, "memory_bytes": 80e9}})[1]
+    nvlink = {**QUESTION, "on": "8xa100-80g-sxm"}
+    fast = call(site, "/api/plan", {**nvlink, "device": {"memory_bytes": 80e9}})[1]
+    slow = call(site, "/api/plan", {**nvlink, "device": {"link.bandwidth": 2e9}})[1]
     speed = [x["result"]["metrics"]["tokens_per_s"]["value"] for x in (slow, fast)]
     assert speed[1] > 2 * speed[0]
     assert fast["cluster"]["memory_bytes"] == 80e9

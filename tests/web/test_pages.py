@@ -81,6 +81,32 @@ def test_figures_of_a_card_can_be_dragged(page):
     assert "device=link.bandwidth" in page.url
 
 
+def test_a_chip_can_be_designed(page):
+    page.goto("/#/plan?model=llama2-7b&on=a100-80g-sxm&task=generate&batch_size=8&prompt_len=512&output_len=128")
+    settled(page)
+    assert page.locator("[data-mm2]").count() == 0
+    page.locator("fieldset", has_text="Cluster").locator("select").select_option("chip:ga100")
+    page.wait_for_selector("[data-mm2]")
+    settled(page)
+    before, area = throughput(page), page.locator("[data-mm2]").get_attribute("data-mm2")
+    assert page.get_by_label("Nodes", exact=True).count() == 0
+    slider = page.get_by_label("Memory stacks")
+    slider.focus()
+    for _ in range(6):
+        page.keyboard.press("ArrowRight")
+    page.wait_for_function("x => document.querySelector('[data-metric=tokens_per_s]').innerText !== x", arg=before)
+    page.wait_for_function("x => document.querySelector('[data-mm2]').dataset.mm2 !== x", arg=area)
+    assert slider.get_attribute("aria-valuetext") == "12"
+    assert "device=memory.channels%3D12" in page.url
+    assert "do not fit on the edge" in page.locator("section[aria-label=Answer]").inner_text()
+    slider.focus()
+    for _ in range(6):
+        page.keyboard.press("ArrowLeft")
+    page.wait_for_function("x => document.querySelector('[data-metric=tokens_per_s]').innerText === x", arg=before)
+    assert "device=" not in page.url
+    shot(page, "chip")
+
+
 def test_a_link_is_a_copy_of_what_is_seen(page, browser, site):
     page.goto("/")
     settled(page)

@@ -1,5 +1,6 @@
 import { useMemo, useState } from "preact/hooks";
-import type { Catalog, Device, Model, PlanQuery, State, Technique } from "./types";
+import { chipDevice, ChipFigures, chipName } from "./chip";
+import type { Catalog, Chip, Device, Model, PlanQuery, State, Technique } from "./types";
 import { bytes, count, number } from "./units";
 
 type Change = (next: PlanQuery) => void;
@@ -72,23 +73,28 @@ const FIGURES: [path: string, label: string, unit: number, of: string, read: (d:
   ["watts", "Power", 1, "W", (d) => d.watts],
 ];
 
-export function ClusterPicker({ p, devices, change }: { p: PlanQuery; devices: Device[]; change: Change }) {
+export function ClusterPicker({ p, devices, chips, change }: { p: PlanQuery; devices: Device[]; chips: Chip[]; change: Change }) {
   const [nodes, each, name] = split(p.on);
   const device = devices.find((d) => d.name === name);
+  const chip = chips.find((c) => c.name === chipName(name));
   const set = (n: number, k: number, d: string, figures = p.device) => change({ ...p, on: joined(n, k, d), device: figures });
   return (
     <fieldset>
       <legend>Cluster</legend>
       <label class="field">
         <span>Device</span>
-        <select value={name} onChange={(e) => set(nodes, each, e.currentTarget.value, {})}>
+        <select value={name} onChange={(e) => set(chipName(e.currentTarget.value) ? 1 : nodes, each, e.currentTarget.value, {})}>
           {devices.map((d) => (
             <option key={d.name} value={d.name}>{`${d.name} · ${bytes(d.memory_bytes)}`}</option>
           ))}
+          <optgroup label="Chips, as designs">
+            {chips.map((c) => <option key={c.name} value={chipDevice(c)}>{c.title}</option>)}
+          </optgroup>
         </select>
       </label>
       <Slider label="Devices per node" value={each} low={1} high={16} steps={[1, 2, 4, 8, 16]} set={(v) => set(nodes, v, name)} />
-      <Slider label="Nodes" value={nodes} low={1} high={512} steps={[1, 2, 4, 8, 16, 32, 64, 128, 256, 512]} set={(v) => set(v, each, name)} />
+      {!chip && <Slider label="Nodes" value={nodes} low={1} high={512} steps={[1, 2, 4, 8, 16, 32, 64, 128, 256, 512]} set={(v) => set(v, each, name)} />}
+      {chip && <ChipFigures chip={chip} p={p} change={change} />}
       {device && (
         <details open={Object.keys(p.device).length > 0}>
           <summary>{device.title || device.name}: change its figures</summary>

@@ -69,10 +69,38 @@ export interface Answer {
   cluster: { label: string; size: number; memory_bytes: number; reserved_bytes: number };
   plan: string[];
   states: Record<string, State>;
+  chip: ChipAnswer | null;
   tree: Part | null;
   timeline: Bar[];
   command: string;
   toml: string;
+}
+
+/** What a chip takes and gives; areas in mm². */
+export interface ChipAnswer {
+  peak_flops: Record<string, number>;
+  memory_bandwidth: number;
+  memory_bytes: number;
+  area_mm2: Record<string, number>;
+  total_mm2: number;
+  edge_mm: number;
+  shoreline_mm: number;
+  watts: number;
+  prices: string;
+  dies_per_wafer: number;
+  yield: number;
+  die_dollars: number;
+  memory_dollars: number | null;
+  tokens_per_s_per_dollar: number | null;
+  operators: { name: string; intensity: number; rate: number; seconds: number }[];
+}
+
+/** A chip of the catalog, and the figures of its design that can be changed. */
+export interface Chip {
+  name: string;
+  title: string;
+  source: string;
+  figures: { path: string; label: string; value: number }[];
 }
 
 export interface Option {
@@ -138,6 +166,7 @@ export interface System {
 export interface Catalog {
   models: Model[];
   devices: Device[];
+  chips: Chip[];
   techniques: Technique[];
   systems: System[];
 }

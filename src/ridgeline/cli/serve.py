@@ -138,11 +138,11 @@ def serve(
     from ridgeline.measure.environment import spare_core
     from ridgeline.serve.app import create_app, path_prefix
     from ridgeline.serve.checkpoint_settings import Options
-    from ridgeline.serve.engine_loop import QueueLimits
-    from ridgeline.serve.scheduler import share
+    from ridgeline.serve.queue_limits import QueueLimits
+    from ridgeline.serve.scheduler import POLICIES, share
     from ridgeline.serve.server import loopback, make_service
     from ridgeline.serve.server import serve as run
-    from ridgeline.spec.errors import UserError
+    from ridgeline.spec.errors import UserError, unknown
     from ridgeline.techniques.registry import bringing
 
     keys, admin_keys = _keys("API", api_key), _keys("ADMIN", [admin_key] if admin_key is not None else None)
@@ -152,6 +152,10 @@ def serve(
     options = Options(tool_call_parser, enable_auto_tool_choice, pooling, reasoning_parser, generation_config,
                       max_logprobs, enable_force_include_usage, enable_per_request_metrics)  # fmt: skip
     options.check()
+    if scheduling_policy not in POLICIES:
+        raise unknown("scheduling policy", scheduling_policy, POLICIES, "--scheduling-policy")
+    if scheduling_policy == "fair" and len(keys) < 2:
+        raise UserError("--scheduling-policy fair shares between API keys, and there are not two", "give two --api-key")
     secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
     tls = Tls.of(tls_cert, tls_key, tls_ca)
     if tls is not None and (tls.cert or role is not None):

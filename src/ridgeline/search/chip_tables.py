@@ -6,7 +6,7 @@ from typing import Any
 
 from ridgeline.hardware.area import SPREAD, core_mm2, die_mm2, edge_mm, shoreline_mm, total_mm2
 from ridgeline.hardware.cost import Cost, Yield, cost
-from ridgeline.hardware.device import POWER_SPREAD, power, watts
+from ridgeline.hardware.device import POWER_SPREAD, energy, power, watts
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import count, percent, size
 from ridgeline.spec.chip import Chip, Prices
@@ -19,6 +19,7 @@ def chip_record(c: Chip, at: Prices, how: str) -> dict[str, Any]:
         "name": c.name, "title": c.title, "peak_flops": c.peak_flops, "memory_bandwidth": c.memory.bandwidth,
         "memory_bytes": c.memory.bytes, "area_mm2": die_mm2(c), "core_mm2": core_mm2(c), "edge_mm": edge_mm(c),
         "shoreline_mm": shoreline_mm(total_mm2(c)), "watts": watts(c), "power_model_watts": power(c),
+        "joules_per_operation": energy(c),
         "prices": at.date, "dies_per_wafer": price.dies, "yield": price.share, "die_dollars": price.die,
         "memory_dollars": _memory(price),
     }  # fmt: skip
@@ -49,6 +50,8 @@ def chip_tables(c: Chip, at: Prices, how: str) -> list[Table]:
         Table("Power", [left, Column("W")], [[k, f"{v:.0f}"] for k, v in r["power_model_watts"].items()]
               + [["rated" if c.watts else "sum", f"{r['watts']:.0f}"]],
               [f"at full arithmetic, memory and link rates; within {percent(POWER_SPREAD)}"]),
+        Table("Energy", [left, Column("pJ")], [[name, f"{joules * 1e12:.3g}"] for name, joules in energy(c).items()],
+              [f"of one operation; within {percent(POWER_SPREAD)}"]),
         Table(f"Cost at the prices of {at.date}", [left, Column("")], _cost_rows(cost(c, at, how)),  # type: ignore[arg-type]
               [f"yield model: {how}; without package, test, board and design; prices: {at.source}"]),
     ]  # fmt: skip

@@ -28,6 +28,7 @@ from ridgeline.serve.routes import (
     model_routes,
     pooling_routes,
     response_routes,
+    sleep_routes,
     state_routes,
     text_routes,
 )
@@ -65,6 +66,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
         invocation_route,
         model_routes,
         text_routes,
+        sleep_routes,
         state_routes,
     ):
         add(app, service)

@@ -23,9 +23,9 @@ from ridgeline.serve.openai import Sampled
 from ridgeline.serve.request import Invalid
 
 MAX_TOOLS = 256
-MAX_FURTHER = 16
-"""Fields of a message that only its template knows."""
 """Largest number of functions in one body."""
+MAX_FURTHER = 16
+"""Largest number of fields of a message that only its template knows."""
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 

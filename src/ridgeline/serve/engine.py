@@ -228,6 +228,8 @@ class Engine:
         del self.runner, self.model, self.sampler, self.next_tokens, self.drafter, self.adapters
         self.scheduler.order = self.blocks.store = None
         gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Stop the processes of a divided model."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.detokenize import Delta, ServeJob
+from ridgeline.serve.queue_limits import QueueLimits, QueueSpeed
 from ridgeline.serve.request import Busy, Invalid, OutputEvent, Stats
 from ridgeline.spec.errors import UserError
 
@@ -29,41 +30,12 @@ if TYPE_CHECKING:
     from ridgeline.serve.transfer.member import FleetMember
 
 log = logging.getLogger("ridgeline.serve")
+ASLEEP = "the server sleeps until POST /wake_up", 5.0
+"""Why a request is refused then, and seconds after which to retry."""
 
 
 class Failed(Exception):
     """The engine failed, or lost a request: not the client's fault."""
-
-
-@dataclass(frozen=True)
-class QueueLimits:
-    """Limits of the queue and of waiting times. None: no limit."""
-
-    queued_requests: int | None = 512
-    """Outputs that have not been scheduled yet (a request counts ``n`` or ``best_of`` times, or once for each beam)."""
-    queued_tokens: int | None = 1 << 20
-    """Prompt tokens of those."""
-    first_token: float | None = 300.0
-    """Seconds that a request may wait until the first of its outputs is scheduled."""
-    ttft: float | None = None
-    """Seconds within which a request is expected to have its first token when it is taken; others are refused."""
-    stall: float = 120.0
-    """Seconds that one step may take before the server counts as unhealthy."""
-
-
-class QueueSpeed:
-    """How fast the queue empties: prompt tokens per second of steps, of which older ones count less and less."""
-
-    def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step that computed this number of prompt tokens, or that prompts had to wait for."""
-        self._tokens, self._seconds = 0.98 * self._tokens + tokens, 0.98 * self._seconds + seconds
-
-    def seconds(self, tokens: int) -> float:
-        """Expected for this number of prompt tokens; 0 before anything was observed."""
-        return tokens * self._seconds / self._tokens if self._tokens else 0.0
 
 
 class OutputStream:
@@ -292,8 +264,10 @@ class EngineLoop:
 
         await self.ask(sleep)
 
-    async def wake(self, adapters: Mapping[str, str]) -> None:
-        """Make the engine again, with ``adapters`` (folders by name); does nothing where it does not sleep."""
+    async def wake(self, adapters: Mapping[str, str]) -> list[str]:
+        """Make the engine again, with ``adapters`` (folders by name) → those that could not be loaded. Does nothing
+        where it does not sleep."""
+        lost: list[str] = []
 
         def wake(engine: Engine) -> None:
             if not self.asleep or self.rebuild is None:
@@ -301,10 +275,15 @@ class EngineLoop:
             made = self.rebuild()
             made.limits.max_waiting = made.limits.max_waiting_tokens = None
             for name, folder in adapters.items():
-                made.load_adapter(name, Path(folder))
+                try:
+                    made.load_adapter(name, Path(folder))
+                except UserError as e:  # its folder may have gone
+                    log.warning("adapter %s is not served any more: %s", name, e.what)
+                    lost.append(name)
             self.engine, self.stats, self.asleep = made, made.stats(), False
 
         await self.ask(wake)
+        return lost
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, let the running ones finish for this long, then abort the rest."""
@@ -332,7 +311,7 @@ class EngineLoop:
         if self.draining:
             raise Busy("the server is shutting down", 5.0)
         if self.asleep:
-            raise Busy("the server sleeps until POST /wake_up", 5.0)
+            raise Busy(*ASLEEP)
         sequences = sum(job.sequences for job in jobs)
         self.bound(sequences)
         tokens = sum(len(job.request.prompt) for job in jobs)
@@ -340,7 +319,7 @@ class EngineLoop:
         if most is not None and len(jobs) > 1 and tokens > most:
             raise Invalid("prompt", f"has {tokens} tokens in all, of {most} at most", "ask in several requests")
         waiting = self._queue.totals
-        expected = self.speed.seconds(waiting[1] + tokens)
+        expected = self.speed.seconds(waiting[1] + tokens) if waiting[0] or self._streams else 0.0
         if self.limits.ttft is not None and expected > self.limits.ttft:
             self.metrics.rejected.inc()
             what = f"a first token is expected in {expected:.3g} s, and the limit is {self.limits.ttft:g} s"
@@ -385,8 +364,8 @@ class EngineLoop:
                     events = self.engine.step()
                     self._step_began = None
                     stats = self.engine.stats()
-                    prompts = stats.prompt_tokens - self.stats.prompt_tokens
-                    if prompts or stats.waiting:
+                    if stats.waiting:  # it computed as many prompts as it could
+                        prompts = stats.prompt_tokens - self.stats.prompt_tokens
                         self.speed.observe(prompts, time.monotonic() - began)
                     for event in events:
                         self._read(event)
@@ -416,6 +395,8 @@ class EngineLoop:
     def _add(self, stream: OutputStream) -> None:
         done: list[str] = []
         try:
+            if self.asleep:  # since this request was queued
+                raise Busy(*ASLEEP)
             for job in stream.jobs.values():
                 self.engine.add(job.request)
                 done.append(job.request.id)

@@ -300,6 +300,36 @@ def text_routes(app: FastAPI, service: Service) -> None:
         return Json(service.tokenizer_info())
 
 
+def sleep_routes(app: FastAPI, service: Service) -> None:
+    """Giving memory back for a while."""
+    loop = service.loop
+
+    @app.post(SLEEP, responses=_REFUSALS)
+    async def sleep(request: Request) -> Response:
+        """Free weights and cache; requests get a 503 until ``/wake_up``. Levels 1 and 2 are the same here."""
+        query = request.query_params
+        level = query.get("level", "1")
+        if level not in ("1", "2"):
+            raise Invalid("level", f"is {level!r}", "give 1 or 2")
+        if unknown := next((name for name in query if name != "level"), None):
+            raise Invalid(unknown, "is not known", "leave it out")
+        await loop.sleep()
+        return Json({"status": "sleeping", "level": int(level)})
+
+    @app.post(WAKE, responses=_REFUSALS)
+    async def wake(request: Request) -> Response:
+        """Load the weights again, and the adapters."""
+        if unknown := next(iter(request.query_params), None):
+            raise Invalid(unknown, "is not known", "leave it out: all of it is loaded again")
+        await service.wake()
+        return Json({"status": "awake"})
+
+    @app.get("/is_sleeping", responses=_REFUSALS)
+    async def is_sleeping() -> Response:
+        """Whether weights and cache are freed."""
+        return Json({"is_sleeping": loop.asleep})
+
+
 def state_routes(app: FastAPI, service: Service) -> None:
     """Health and metrics."""
     loop, metrics = service.loop, service.loop.metrics
@@ -344,27 +374,6 @@ def state_routes(app: FastAPI, service: Service) -> None:
     async def reset() -> Response:
         """Forget all cached prompts, as before a measurement."""
         return Json({"freed_blocks": await loop.ask(Engine.reset_prefix_cache)})
-
-    @app.post(SLEEP, responses=_REFUSALS)
-    async def sleep(request: Request) -> Response:
-        """Free weights and cache. The files of the weights stay in the system's cache, but of level 2 as far as it
-        needs room; whoever asks meanwhile gets a 503."""
-        level = request.query_params.get("level", "1")
-        if level not in ("1", "2"):
-            raise Invalid("level", f"is {level!r}", "give 1 or 2")
-        await loop.sleep()
-        return Json({"status": "sleeping", "level": int(level)})
-
-    @app.post(WAKE, responses=_REFUSALS)
-    async def wake() -> Response:
-        """Load the weights again."""
-        await loop.wake(service.adapters)
-        return Json({"status": "awake"})
-
-    @app.get("/is_sleeping", responses=_REFUSALS)
-    async def is_sleeping() -> Response:
-        """Whether weights and cache are freed."""
-        return Json({"is_sleeping": loop.asleep})
 
     @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
     async def prometheus() -> Response:

@@ -21,8 +21,9 @@ from ridgeline.jobs.live import announced
 from ridgeline.serve.checkpoint_settings import Options, dimensions_of, pooling_of, read_json, sampling_defaults
 from ridgeline.serve.connections import connection_class
 from ridgeline.serve.detokenize import Vocabulary
-from ridgeline.serve.engine_loop import EngineLoop, QueueLimits
+from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.metrics import Metrics
+from ridgeline.serve.queue_limits import QueueLimits
 from ridgeline.serve.service import Labels, Service
 from ridgeline.serve.tool_calls import FORMATS
 from ridgeline.serve.transfer.tls import Tls

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 from ridgeline.data.examples import BadRecord, Template
 from ridgeline.serve.chat import ChatCompletion, Message, Tokenize
 from ridgeline.serve.detokenize import ServeJob, Vocabulary
-from ridgeline.serve.engine_loop import EngineLoop
+from ridgeline.serve.engine_loop import ASLEEP, EngineLoop
 from ridgeline.serve.fields import Side, prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.openai import Completion, Sampled
 from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ThinkingBudget
-from ridgeline.serve.request import SHORTEN, TOO_LONG, EngineRequest, Invalid, Pooling, Sampling
+from ridgeline.serve.request import SHORTEN, TOO_LONG, Busy, EngineRequest, Invalid, Pooling, Sampling
 from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
 
@@ -183,6 +183,7 @@ class Service:
 
     async def load(self, name: str, path: str) -> None:
         """Serve the adapter in folder ``path`` as ``name``. Raises :class:`UserError`."""
+        self._awake()
         if name == self.name or name in self.adapters:
             raise Invalid("lora_name", f"{name!r} is served already", "unload it first, or choose another name")
         await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path)))
@@ -190,14 +191,24 @@ class Service:
 
     async def unload(self, name: str) -> None:
         """Unload adapter ``name`` once the requests that use it have ended. Raises :class:`NoModel`."""
+        self._awake()
         if name not in self.adapters:
             raise NoModel(f"no adapter {name!r} is loaded", "see /v1/models")
         path = self.adapters.pop(name)  # no new requests after this
         try:
             await self.loop.ask(lambda engine: engine.unload_adapter(name))
-        except UserError:
+        except Exception:
             self.adapters[name] = path
             raise
+
+    async def wake(self) -> None:
+        """Load the model and its adapters again, after the server slept."""
+        for name in await self.loop.wake(self.adapters):
+            del self.adapters[name]
+
+    def _awake(self) -> None:
+        if self.loop.asleep:
+            raise Busy(*ASLEEP)
 
     # Everything below may take long for long prompts, and runs off the event loop.
 
@@ -312,7 +323,7 @@ class Service:
         if budget < 0:
             raise Invalid("thinking_token_budget", f"is {budget}", "give 0 or more")
         if begun is None:
-            what = "needs a server with --reasoning-parser, and an output that no structure keeps"
+            what = "needs a server with --reasoning-parser, and a response that no grammar or schema constrains"
             raise Invalid("thinking_token_budget", what, "leave it out")
         begin, end = (tuple(self.vocabulary.encode(mark, special=False)) for mark in (BEGIN, END))
         return ThinkingBudget(begin, end, budget, begun)

@@ -17,6 +17,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.store import Store
 from ridgeline.techniques.cards import cards
 from ridgeline.techniques.registry import registry
+from ridgeline.web.chips import chip_list
 
 MOST_ABLATIONS = 50
 """Number of stored ablations, newest first, that are searched for measurements of a technique."""
@@ -31,6 +32,7 @@ def catalog_routes(store: Store) -> APIRouter:
         return {
             "models": [_model(catalog.model(name)) for name in catalog.models()],
             "devices": [_device(catalog.device(name)) for name in [*catalog.devices(), *_local()]],
+            "chips": chip_list(),
             "techniques": [_technique(c) for c in cards()],
             "systems": [_system(name) for name in catalog.systems()],
         }

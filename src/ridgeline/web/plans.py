@@ -20,6 +20,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.result import Result
 from ridgeline.techniques.registry import brief, check, normalize, registry
+from ridgeline.web.chips import PREFIX, chip_answer, chip_cluster
 
 EVENTS = 1200
 """Bars of a timeline at most; neighbors of the same phase are drawn as one."""
@@ -36,7 +37,7 @@ class PlanRequest(BaseModel):
     """A catalog name, a Hugging Face id, or a ``config.json``."""
     on: str
     device: dict[str, float] = Field(default_factory=dict)
-    """Changed figures of the device, by dotted field: ``{"link.bandwidth": 50e9}``."""
+    """Changed figures of the device, or of the chip that makes it, by dotted field: ``{"link.bandwidth": 50e9}``."""
     workload: dict[str, Any]
     plan: list[str] = Field(default_factory=list)
 
@@ -53,6 +54,8 @@ def cluster_of(on: str, changes: dict[str, float]) -> Cluster:
     """A catalog cluster, or one with a changed copy of its device."""
     if any(c in on for c in "/\\~"):
         raise UserError(f"{on!r} is not in the catalog", "choose a device and change its figures")
+    if PREFIX in on:
+        return chip_cluster(on, changes)
     cluster = catalog.cluster(on)
     if not changes:
         return cluster
@@ -84,13 +87,14 @@ def experiment_of(request: PlanRequest) -> Experiment:
 def answer(request: PlanRequest) -> dict[str, Any]:
     """Everything that the page shows about a plan."""
     e = experiment_of(request)
-    result = predict(e)
+    result, chip = predict(e), e.cluster.device.chip
     return {
         "result": json.loads(result.to_json(indent=None)),
         "cluster": {"label": e.cluster.label, "size": e.cluster.size, "memory_bytes": e.cluster.device.memory_bytes,
                     "reserved_bytes": e.cluster.device.reserved_bytes},
         "plan": brief(e.plan),
         "states": states(e),
+        "chip": None if chip is None else chip_answer(chip, result, e.cluster.size),
         "tree": tree_document(result),
         "timeline": timeline(predict_trace(e)) if e.is_training else [],
         "command": command(request, e),
@@ -116,7 +120,7 @@ def states(e: Experiment) -> dict[str, dict[str, str]]:
 
 def command(request: PlanRequest, e: Experiment) -> str:
     """The `ridgeline predict` command line of a plan, or what to do where no command line can express it."""
-    if request.device or isinstance(request.model, dict):
+    if request.device or PREFIX in request.on or isinstance(request.model, dict):
         return "ridgeline predict plan.toml"
     words = ["ridgeline", "predict", request.model, "--on", request.on, "--task", e.task]
     for name, value in request.workload.items():

@@ -1,6 +1,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { ApiError, events, post } from "../api";
 import { Chart } from "../Chart";
+import { ChipView } from "../chip";
 import { ClusterPicker, ModelPicker, Techniques, WorkPicker } from "../controls";
 import { address, fromQuery, settle, toQuery } from "../route";
 import type { Answer, Catalog, Found, Mistake, PlanQuery, Remedy, Tried } from "../types";
@@ -63,7 +64,7 @@ export function PlanPage({ query, catalog }: { query: URLSearchParams; catalog: 
       <div class="two">
         <form onSubmit={(e) => e.preventDefault()} aria-label="Question">
           <ModelPicker value={p.model} models={catalog.models} change={(model) => change({ ...p, model })} />
-          <ClusterPicker p={p} devices={catalog.devices} change={change} />
+          <ClusterPicker p={p} devices={catalog.devices} chips={catalog.chips} change={change} />
           <WorkPicker p={p} change={change} />
           <Techniques p={p} catalog={catalog} states={answer?.states ?? {}} change={change} />
         </form>
@@ -79,6 +80,7 @@ export function PlanPage({ query, catalog }: { query: URLSearchParams; catalog: 
               <Headline result={answer.result} task={task} />
               <h2>Memory per rank</h2>
               <MemoryBar a={answer} />
+              {answer.chip && <ChipView chip={answer.chip} />}
               {answer.result.status === "infeasible" && <Remedies p={p} change={change} />}
               <BestPlans p={p} change={change} />
               {answer.timeline.length > 0 && <><h2>Timeline of one step</h2><Timeline bars={answer.timeline} /></>}

@@ -28,8 +28,9 @@ from ridgeline.serve.app import create_app
 from ridgeline.serve.build_engine import make_engine, make_follower
 from ridgeline.serve.detokenize import Vocabulary
 from ridgeline.serve.engine import Engine
-from ridgeline.serve.engine_loop import EngineLoop, QueueLimits
+from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.metrics import Metrics
+from ridgeline.serve.queue_limits import QueueLimits
 from ridgeline.serve.runner import PackedStep
 from ridgeline.serve.server import Server
 from ridgeline.serve.service import Service
