@@ -22,8 +22,9 @@ SIZES = {"vocab_size": 8192, "hidden_size": 64, "num_layers": 2, "num_heads": 4,
          "intermediate_size": 128, "max_positions": 32768}  # fmt: skip
 CAUSAL = {**catalog.model("llama-tiny").model_dump(), **SIZES}
 ENCODER = {**catalog.model("bert-tiny").model_dump(), **SIZES, "num_kv_heads": 4, "max_positions": 512}
-KINDS = {"e5": ENCODER, "bge-base": ENCODER, "bge-reranker": {**ENCODER, "head": "classify", "num_labels": 1},
-         "apeach": {**ENCODER, "head": "classify", "num_labels": 2}}  # fmt: skip
+_CLASSIFIER = {**ENCODER, "head": "classify", "tie_embeddings": False}
+KINDS = {"e5": ENCODER, "bge-base": ENCODER, "bge-reranker": {**_CLASSIFIER, "num_labels": 1},
+         "apeach": {**_CLASSIFIER, "num_labels": 2}}  # fmt: skip
 """By a part of the model's name; others are causal."""
 TEMPLATE = (
     "{% if tools and messages[0].role != 'system' %}<|im_start|>system\n"

@@ -1,6 +1,6 @@
 """vLLM's own tests of its server against ours, with only the fixture and the models changed.
 
-    python tests/conformance/run.py VLLM [FILE ...] [--json FILE]
+    python tests/conformance/run.py VLLM [FILE ...] [--json FILE] [--models FOLDER]
 
 VLLM is the folder of an unpacked source release of vLLM (PyPI has them); its Python dependencies must be installed, not
 vLLM itself. Nothing is fetched. ``vllm.toml`` lists the files and, for each test that fails on purpose or cannot pass
@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 import tomllib
 
 HERE = Path(__file__).resolve().parent
-SECONDS = 600
+SECONDS = 240
 """Limit for one file."""
 
 
@@ -57,14 +57,17 @@ def main() -> None:
     parser.add_argument("vllm", type=Path)
     parser.add_argument("files", nargs="*")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--models", type=Path, help="Keep the small models in this folder.")
     given = parser.parse_args()
     listed = tomllib.loads((HERE / "vllm.toml").read_text(encoding="utf-8"))
     reasons: dict[str, dict[str, str]] = listed["reasons"]
     result: dict[str, object] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "files": {}}
     bad = 0
-    with tempfile.TemporaryDirectory() as models:
+    with tempfile.TemporaryDirectory() as temporary:
+        models = (given.models or Path(temporary)).resolve()
+        models.mkdir(parents=True, exist_ok=True)
         for file in given.files or listed["files"]:
-            found = run(given.vllm.resolve(), file, Path(models))
+            found = run(given.vllm.resolve(), file, models)
             failed = {name: why for name, why in found.items() if why not in ("passed", "skipped")}
             known = {n: r for n in failed for p, r in reasons.get(file, {}).items() if fnmatch.fnmatch(n, p)}
             passed = sum(why == "passed" for why in found.values())

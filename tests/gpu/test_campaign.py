@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,28 @@ def test_every_part(tmp_path):
     training = json.loads((tmp_path / "training.json").read_text())["lines"][0]
     assert training["measured"]["step_time_s"] > 0
     assert training["predicted"]["figures"]["step_time_s"] > 0
+
+
+def test_goals_relative_to_other_lines_are_judged(tmp_path):
+    def part(name, **rates):
+        lines = [{"name": n, "status": "ok", "measured": {"tokens_per_s": r},
+                  "predicted": {"figures": {"tokens_per_s": 1000.0}}} for n, r in rates.items()]  # fmt: skip
+        data = {"part": name, "environment": {"on": "h100-sxm"}, "finished": True, "lines": lines}
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+
+    part("training", **{"llama3.2-1b, bf16": 1000.0, "llama3.2-1b, fp8": 1250.0,
+                        "llama3.2-3b, bf16, recompute": 1000.0, "llama3.2-3b, fp8, recompute": 1400.0})  # fmt: skip
+    part("serving", **{"llama3.2-1b, bf16, decode, batch 8, 512 tokens": 1300.0,
+                       "llama3.2-1b, bf16, decode, batch 1, 512 tokens": 500.0,
+                       "llama3.2-1b, vLLM, decode, batch 8": 1600.0})  # fmt: skip
+    run(tmp_path, "--predict", "--on", "h100-sxm", "--part", "probe", "--only", "copy of")
+    goals = (tmp_path / "report.html").read_text().partition("Goals")[2].partition("Predictions")[0]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", r) for r in goals.split("<tr>") if "<td" in r]
+    assert [(*r[:2], *r[-2:]) for r in rows] == [
+        ("training", "llama3.2-1b, fp8", "1.25 x", "✗"),
+        ("training", "llama3.2-3b, fp8, recompute", "1.40 x", "✓"),
+        ("serving", "llama3.2-1b, bf16, decode, batch 8, 512 tokens", "0.81 x", "✓"),
+        ("training", "predictions", "12.5 %", "✓"),
+        ("serving", "predictions", "50.0 %", "✗"),
+    ]
+    assert "3 of 5 met" in goals

@@ -1,7 +1,7 @@
-"""Decode steps recorded and replayed: the same tokens as launched one by one.
+"""Decode steps captured and replayed: the same tokens as launched one by one.
 
 On a GPU by CUDA graphs. Without one by a recorder that does what they do: it runs the very same operators again on the
-very same memory, and nothing of Python in between; what would have to wait for data cannot be recorded.
+very same memory, and nothing of Python in between; what would have to wait for data cannot be captured.
 """
 
 import random
@@ -22,7 +22,7 @@ from ridgeline.serve.engine import Engine
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
-from ridgeline.serve.step_graphs import CudaRecorder, StepGraphs
+from ridgeline.serve.step_graphs import CudaCapture, StepGraphs
 from ridgeline.spec.scheduling import Limits
 from ridgeline.techniques.registry import registry
 
@@ -87,7 +87,7 @@ def reference(q, keys, values, pages, window=0, changes=None):
 
 @pytest.fixture
 def made(monkeypatch):
-    """An engine of four sequences at most, and its recorded steps if it is to have them."""
+    """An engine of four sequences at most, and its captured steps if it is to have them."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(native, "library", lambda: None)
         monkeypatch.setattr(Experts, "groupable", lambda *_: True)  # as on a GPU
@@ -98,7 +98,7 @@ def made(monkeypatch):
         if DEVICE.type == "cpu":
             runner.layout.whole = reference
         if graphs:
-            recorder = Recorder() if DEVICE.type == "cpu" else CudaRecorder()
+            recorder = Recorder() if DEVICE.type == "cpu" else CudaCapture()
             runner.graphs = StepGraphs(runner, BLOCKS, 4, 96, recorder)
             runner.graphs.warm_up()
         return Engine(runner, Blocks(BLOCKS, SIZE, True), Sampler(frozenset()), Limits(4, 16), 96)
@@ -151,18 +151,18 @@ def test_tables_grow_in_steps():
     assert graphs.widths == [64, 256, 1000]
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="there is nothing that cannot be recorded")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there is nothing that cannot be captured")
 def test_what_waits_for_data_stays_as_it_was(made, monkeypatch):
     runner = made("mixtral-tiny", False).runner
     monkeypatch.setattr(Experts, "groupable", lambda *_: False)  # a loop over experts, which counts their rows
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        build_engine._record(runner, StepGraphs(runner, BLOCKS, 4, 96, Recorder()))
+        build_engine._capture(runner, StepGraphs(runner, BLOCKS, 4, 96, Recorder()))
     assert runner.graphs is None
     assert "without CUDA graphs" in str(said[0].message)
 
 
-def test_techniques_say_what_cannot_be_recorded():
-    not_recorded = {name for name, t in registry().items() if not t.captured}
-    assert {"zero_inference", "moe_offload", "multi_adapter", "tensor_parallel"} <= not_recorded
-    assert not not_recorded & {"paged_kv", "kv_quant", "rtn", "flash_attention"}
+def test_techniques_say_what_cannot_be_captured():
+    not_captured = {name for name, t in registry().items() if not t.captured}
+    assert {"zero_inference", "moe_offload", "multi_adapter", "tensor_parallel"} <= not_captured
+    assert not not_captured & {"paged_kv", "kv_quant", "rtn", "flash_attention"}

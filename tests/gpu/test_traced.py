@@ -42,7 +42,7 @@ BUDGETS = {
     "serve moe": ("mixtral-tiny", [], {"prefill": 97, "decode": 14, "replayed": 80}),
 }
 """Model (two layers of it), plan, and most launches of each step: an addition of some per cent is to be noticed. Decode
-steps are recorded as CUDA graphs, of which ``replayed`` are the kernels."""
+steps are captured as CUDA graphs, of which ``replayed`` are the kernels."""
 
 
 TRACED = {}

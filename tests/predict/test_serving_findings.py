@@ -1,9 +1,15 @@
 """What the serving papers found, as the predictor has it; what it misses fails strictly, with both numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from ridgeline import experiments
 from ridgeline.predict import predict
+from ridgeline.predict.serving.engine_costs import find_engine
+from ridgeline.predict.serving.iteration_time import Iterations
+from ridgeline.spec.scheduling import OWN
+from ridgeline.techniques.registry import resolve
 
 
 def serve(model, on, plan=(), **workload):
@@ -122,3 +128,24 @@ def test_an_overloaded_engine_queues():
     runs = [serve("llama2-7b", "a100", rate=r, requests=600) for r in (2.0, 60.0, 120.0)]
     assert metric(runs[1], "ttft_p99_s") > 5 * metric(runs[0], "ttft_p99_s")
     assert metric(runs[2], "tokens_per_s") == pytest.approx(metric(runs[1], "tokens_per_s"), rel=0.15)
+
+
+@pytest.mark.parametrize(("model", "sequences", "drafts", "captured"), [
+    ("llama3.1-8b", 1, False, True), ("llama3.1-8b", 256, False, True), ("llama3.1-8b", 257, False, False),
+    ("llama3.1-8b", 1, True, False), ("deepseek-v2-lite", 1, False, False),
+])  # fmt: skip
+def test_the_own_engine_dispatches_what_it_does_not_capture(model, sequences, drafts, captured):
+    """Steps of more than 256 sequences, with drafts, or of latent attention are launched operator by operator: on a
+    slow host they take at least its time."""
+    plan = ["continuous_batching", *(["speculative:acceptance=0.7"] if drafts else [])]
+    workload = {"kind": "serve", "concurrency": 1, "requests": 1, "engine": OWN}
+    e, techniques = resolve(experiments.make(model, "h100-sxm", workload, plan))
+    slow = replace(find_engine(OWN, e.cluster.device), dispatch_s=1e-3, iteration_s=0.0, sequence_s=0.0)
+    own = Iterations(e, techniques, e.cluster, slow, (512, 576))
+    assert own.dispatch_s > 0.2
+    if drafts:
+        a, b, _ = own._checked(sequences, own.speculation)
+        step = a + b * 544 * sequences
+    else:
+        step = own.mixed([], sequences, 544 * sequences)
+    assert (step >= own.dispatch_s * (1 - 1e-9)) is not captured

@@ -138,8 +138,8 @@ def test_a_fixed_technique_is_in_every_plan():
 
 
 def test_answers_differ_in_kind_and_each_offers_something():
-    best = search(question(only=frozenset(), forbid=MANY), workers=1).best
-    assert len({t.kind for t in best}) == len(best) >= 2
+    best = search(question(only=frozenset(), forbid=MANY - {"pipeline"}), workers=1).best
+    assert len({t.kind for t in best}) == len(best) > 2
     for i, t in enumerate(best):
         for other in best[:i]:
             faster = t.metrics["tokens_per_s"] / other.metrics["tokens_per_s"]
@@ -370,6 +370,8 @@ def test_every_way_to_offload_is_compared():
         e = experiments.make("llama2-13b", "rtx4090", work.model_dump(), ["flash_attention", call])
         alone[call] = predict(e).metrics["tokens_per_s"].value
     assert answer.best[0].metrics["tokens_per_s"] == pytest.approx(max(alone.values()))
-    assert {"flexgen", "zero_inference"} <= {*answer.found.with_technique}
+    for name in ("zero_inference", "flexgen"):
+        best = max(rate for call, rate in alone.items() if call.startswith(name))
+        assert answer.found.with_technique[name].metrics["tokens_per_s"] == pytest.approx(best)
     for t in answer.best:
         assert resolve(t.experiment)[0].plan == t.experiment.plan, "nothing is left open in a plan that is written down"

@@ -24,6 +24,7 @@ PARTS = ("correctness", "probe", "kernels", "training", "serving", "offload")
 
 
 def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="campaign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,19 +47,23 @@ def arguments() -> argparse.Namespace:
 
 def find_packages(wheels: Path | None) -> None:
     """Put the project on the path of this process and its children, and with it what ``wheels`` holds."""
-    site = Path(tempfile.gettempdir()) / "ridgeline-gpu-packages"
+    site = Path(tempfile.gettempdir()) / f"ridgeline-gpu-packages-{sys.implementation.cache_tag}"
     if wheels is not None and not site.exists():
         files = sorted(map(str, wheels.glob("*.whl")))
         if not files:
             raise SystemExit(f"error: no wheels in {wheels}\n  fix: fill it with `make gpu-wheels`")
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
-        subprocess.run([*command, *files], check=True)
+        with tempfile.TemporaryDirectory(prefix=f"{site.name}-", dir=site.parent) as new:
+            target = Path(new) / "site"
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(target)]
+            subprocess.run([*command, *files], check=True)
+            target.rename(site)  # an installation that was interrupted is not taken for a whole one
     held = [str(SOURCE), str(HERE.parent), *([str(site)] if site.exists() else [])]
     sys.path[:1] = held
     os.environ["PYTHONPATH"] = os.pathsep.join([*held, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def main() -> None:
+    """Run the campaign, or as its child the cells that it names. A user's mistake exits with code 2."""
     given = arguments()
     find_packages(given.wheels)
     try:

@@ -55,6 +55,7 @@ def said(setting: Setting, op: Op) -> Figures:
 
 
 def link_said(setting: Setting) -> Figures:
+    """Seconds of 256 MiB over the host's link, by its data sheet."""
     link = setting.device.host_link
     return {} if link is None else {"seconds": link.latency + (256 << 20) / link.bandwidth}
 

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from campaign.cells import commit, now, read
+from campaign.cells import commit, met, now, read
 from ridgeline.report.files import write_atomic
 from ridgeline.report.page import bullets, page, reproduce, section
 from ridgeline.report.table import Column, Table
@@ -15,7 +15,13 @@ from ridgeline.report.units import percent, seconds, size
 
 PARTS = ("correctness", "probe", "kernels", "training", "serving", "offload")
 WITHIN = 0.15
-"""Error within which predictions are to be."""
+"""Maximum error of a prediction."""
+FP8_GAIN = 1.3
+"""Minimum throughput of training in fp8 relative to bf16 with the same plan."""
+VLLM_SHARE = 0.8
+"""Minimum throughput of decoding relative to vLLM with the same model and batch."""
+PEERS_PROMPTS = ", 512 tokens"
+"""How lines end that have the prompts of other engines' lines."""
 HIDDEN = ("log", "losses", "failures", "until", "quartiles_s", "weights_bytes")
 
 
@@ -46,11 +52,47 @@ def _goals(lines: list[tuple[str, dict[str, Any]]]) -> Table:
     rows = [[part, line["name"], metric.replace("_", " "), goal["goal"], _text(metric, line["measured"][metric]),
              "✓" if goal["met"] else "✗"]
             for part, line in lines for metric, goal in line.get("goals", {}).items()]  # fmt: skip
-    met = sum(row[-1] == "✓" for row in rows)
+    rows += [[part, name, what, f"{sign} {percent(bound) if sign == '<=' else f'{bound:g} x'}",
+              percent(value) if sign == "<=" else f"{value:.2f} x", "✓" if met((sign, bound), value) else "✗"]
+             for part, name, what, sign, bound, value in [*_compared(lines), *_predicted(lines)]]  # fmt: skip
+    reached = sum(row[-1] == "✓" for row in rows)
     columns = [Column(t, align="left") for t in ("part", "line", "metric")] + [
         *map(Column, ("goal", "measured", "met"))
     ]
-    return Table("goals", columns, rows, [f"{met} of {len(rows)} met"])
+    return Table("goals", columns, rows, [f"{reached} of {len(rows)} met"])
+
+
+Judged = tuple[str, str, str, str, float, float]
+"""(part, line, what is judged, sign, bound, value)."""
+
+
+def _compared(lines: list[tuple[str, dict[str, Any]]]) -> list[Judged]:
+    """Goals of one line relative to another one: fp8 beside bf16, our decode steps beside vLLM's."""
+    rates = {(part, line["name"]): line["measured"]["tokens_per_s"] for part, line in lines
+             if line["status"] == "ok" and _number(line["measured"].get("tokens_per_s"))}  # fmt: skip
+    found: list[Judged] = []
+    for (part, name), rate in rates.items():
+        model, _, rest = name.partition(", ")
+        if part == "training" and rest.startswith("fp8"):
+            other, what, goal = f"{model}, {rest.replace('fp8', 'bf16', 1)}", "throughput over bf16's", FP8_GAIN
+        elif part == "serving" and rest.startswith("bf16, decode") and rest.endswith(PEERS_PROMPTS):
+            other = f"{model}, vLLM{rest.removeprefix('bf16').removesuffix(PEERS_PROMPTS)}"
+            what, goal = "throughput over vLLM's", VLLM_SHARE
+        else:
+            continue
+        if (part, other) in rates:
+            found.append((part, name, what, ">=", goal, rate / rates[part, other]))
+    return found
+
+
+def _predicted(lines: list[tuple[str, dict[str, Any]]]) -> list[Judged]:
+    """The goal of predictions: the median error of each part."""
+    found: list[Judged] = []
+    for part in PARTS:
+        errors = [abs(r - 1) for p, _, _, r in ratios(lines) if p == part]
+        if errors:
+            found.append((part, "predictions", "median error", "<=", WITHIN, statistics.median(errors)))
+    return found
 
 
 def ratios(lines: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str, str, float]]:

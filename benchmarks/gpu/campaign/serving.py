@@ -31,7 +31,7 @@ LIMIT = 200.0
 
 
 def cells(setting: Setting) -> list[Cell]:
-    """Decode steps by dtype and batch; caches, drafts, experts; prompts; a load; peers on a smaller model."""
+    """Decode steps by dtype and batch; caches, drafts, experts; prompts; a load; peers."""
     if setting.small:
         return [_decode(setting, "llama-mini", "fp32", (), 2, dtype="fp32", prompt=8, new=6),
                 _prompt(setting, "llama-mini", 48, "fp32")]  # fmt: skip
@@ -44,8 +44,9 @@ def cells(setting: Setting) -> list[Cell]:
     found += [_decode(setting, "qwen3-30b-a3b", "bf16", (), b) for b in (1, 64)]
     found += [_prompt(setting, large, n) for n in (512, 4096)]
     found += [_load(setting, large, n) for n in (8, 64)]
-    for who, ask in (("transformers", transformers_decode), ("vLLM", vllm_decode)):
-        found += [Cell(f"{small}, {who}, decode, batch {b}", partial(ask, setting, small, b), limit=300.0)
+    peers = (("transformers", small, transformers_decode), ("vLLM", small, vllm_decode), ("vLLM", large, vllm_decode))
+    for who, model, ask in peers:
+        found += [Cell(f"{model}, {who}, decode, batch {b}", partial(ask, setting, model, b), limit=300.0)
                   for b in BATCHES]  # fmt: skip
     return found
 
@@ -103,7 +104,7 @@ def decode(setting: Setting, given: partial[Experiment], graphs: bool) -> Figure
     weights = sum(held.values()) - table
     ordered = sorted(taken)
     found: Figures = {
-        "step_s": second, "tokens_per_s": tokens / sum(taken), "recorded": engine.runner.graphs is not None,
+        "step_s": second, "tokens_per_s": tokens / sum(taken), "captured": engine.runner.graphs is not None,
         "start_s": ready, "weights_bytes": weights,
         "quartiles_s": [ordered[len(taken) // 4], ordered[3 * len(taken) // 4]],
     }  # fmt: skip
@@ -157,6 +158,7 @@ LOADED = ("tokens_per_s", "ttft_p50_s", "tpot_p50_s", "requests_per_s")
 
 
 def load_said(given: Any) -> Figures:
+    """Throughput and latencies of the simulated load."""
     said = predict(given())
     return {k: said.metrics[k].value for k in LOADED if k in said.metrics}
 

@@ -21,7 +21,7 @@ from ridgeline.graph import Graph
 from ridgeline.graph.schedule import idle_share
 from ridgeline.predict.interval import STEP
 from ridgeline.predict.quick import Quick, computation, prepare, quick, split
-from ridgeline.search.found import Answer, Found, Tried, share
+from ridgeline.search.found import Answer, Found, Setting, Tried, share
 from ridgeline.search.question import Question
 from ridgeline.search.settle import settle
 from ridgeline.search.space import (
@@ -225,7 +225,7 @@ def _place(
     found: Found,
 ) -> None:
     """The placements of one split into stages: those that offload come last."""
-    everything = q.goal == "memory"
+    everything, weight = q.goal == "memory", q.weight(base.cluster)
     floor = node.bound  # least seconds of any of them
     if prepared and (pipe := prepared.pipeline):
         floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
@@ -254,7 +254,6 @@ def _place(
         if refused:
             found.refuse(refused, 1)
             continue
-        weight = q.weight(base.cluster)
         stay = 0.0 if moves_activations(placement) else saved if offloads(placement) else kept
         timed = quick(e, techniques, prepared=prepared, activations=stay)
         timed_floor = timed_floor or timed.floor * weight
@@ -269,14 +268,18 @@ def _place(
             fits = True  # what misses another limit from the device's memory misses it by more from elsewhere
         if judged:
             fits = fits or q.training or not offloads(placement)  # generations differ in what they offload: compare all
-            found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
-            seconds = timed.metrics.get("step_time_s", math.inf) * weight
-            found.faster(seconds)
-            if offloads(placement) and not (everything or q.slo):
-                # Copies decide the time, and settings come in the order of their computation: they gain no more.
-                if seconds >= min(found.seconds.get(kind, math.inf), SLACK * found.fastest):
-                    found.exhausted.add(kind)
-                found.seconds[kind] = seconds
+            _bound_the_rest(found, kind, timed, weight, bool(offloads(placement)) and not (everything or q.slo))
+
+
+def _bound_the_rest(found: Found, kind: Setting, timed: Quick, weight: float, copied: bool) -> None:
+    """Take a feasible plan as a bound of others, and of those of its setting if it is ``copied`` and not ahead."""
+    found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
+    seconds = timed.metrics.get("step_time_s", math.inf) * weight
+    found.faster(seconds)
+    if copied:  # copies decide the time, and settings come in the order of their computation: they gain no more
+        if seconds >= min(found.seconds.get(kind, math.inf), SLACK * found.fastest):
+            found.exhausted.add(kind)
+        found.seconds[kind] = seconds
 
 
 def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:

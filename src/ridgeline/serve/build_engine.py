@@ -34,7 +34,7 @@ from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence as QueuedSequence
 from ridgeline.serve.sequence import Sequence as Row
-from ridgeline.serve.step_graphs import CudaRecorder, StepGraphs
+from ridgeline.serve.step_graphs import CudaCapture, StepGraphs
 from ridgeline.serve.transfer.exports import Exports
 from ridgeline.serve.transfer.imports import Imports
 from ridgeline.serve.transfer.layout import fingerprint
@@ -139,14 +139,14 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     longest, padded = context(run.experiment.model, w), run.limits.padded
     if run.mesh is None:
         graphs = run.captured and run.device.type == "cuda" and blocks > 0
-        slots = (blocks + graphs) * run.block_size  # a block for the pads of recorded steps
+        slots = (blocks + graphs) * run.block_size  # a block for padding rows of captured steps
         runner = Runner(run.model, slots, run.block_size, longest, run.cache_kind, padded=padded)
         if run.memory is not None:
             runner.compute = run.memory(runner.compute, runner.layout, run.device)
         elif not run.adapters:
             runner.decoder = find_decoder(run.model)
         if graphs and runner.layout.whole is not None:
-            _record(runner, StepGraphs(runner, blocks, run.limits.max_num_seqs, longest, CudaRecorder()))
+            _capture(runner, StepGraphs(runner, blocks, run.limits.max_num_seqs, longest, CudaCapture()))
         return runner
     counts = [blocks]
     dist.broadcast_object_list(counts)
@@ -157,8 +157,8 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     return ranked
 
 
-def _record(runner: Runner, graphs: StepGraphs) -> None:
-    """Record decode steps before the engine is ready; where that cannot be, steps stay as they are."""
+def _capture(runner: Runner, graphs: StepGraphs) -> None:
+    """Capture decode steps before the engine is ready; where that cannot be, steps stay as they are."""
     try:
         graphs.warm_up()
     except RuntimeError as e:

@@ -31,6 +31,7 @@ from ridgeline.nn.model.transformer import Transformer
 from ridgeline.serve.block_manager import Copy, runs
 from ridgeline.serve.sequence import Sequence
 from ridgeline.serve.step_graphs import StepGraphs
+from ridgeline.spec.scheduling import WIDEST_HEAD
 
 NO_MASK = Mask(None, False)
 
@@ -44,7 +45,7 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
 
 def find_step_kernel(device: torch.device, width: int) -> StepKernel | None:
     """Attention of all new tokens of a step, where there is a kernel for it and for heads of this ``width``."""
-    if device.type == "cuda" and width <= 256 and has_triton():
+    if device.type == "cuda" and width <= WIDEST_HEAD and has_triton():
         from ridgeline.nn.kernels.paged_attention import paged_attention
 
         return paged_attention
@@ -112,7 +113,7 @@ class Runner:
         self.decoder: Decoder | None = None
         """All layers in one kernel, for steps of one new token for each sequence."""
         self.graphs: StepGraphs | None = None
-        """Recorded decode steps; None: every step is launched operator by operator."""
+        """Captured decode steps; None: every step is launched operator by operator."""
         self._described: Pool | None = None
         self._tables: dict[bool, Rope | None] = {  # of layers with a window and the others; one for all sequences:
             kind: model.rope(kind, None, 0, max_model_len, self.device, weight.dtype)  # scalings by length take the
@@ -185,7 +186,7 @@ class Runner:
             return self.graphs.run(step, key)
         ids, at, kinds = self._lay_out(step)
         self.kinds = kinds[None] if step.kinds else None
-        compute = self.compute if self.kinds is None else self.forward  # recorded passes have one kind
+        compute = self.compute if self.kinds is None else self.forward  # captured passes have one kind
         if not self.padded:
             return compute(ids[None], at)
         counts = np.array([p.stop - p.start for p in step.pieces])
@@ -193,7 +194,7 @@ class Runner:
         (rows, sizes) = upload(self.device, np.flatnonzero(held), counts)
         self.layout.real = torch.arange(held.shape[1], device=self.device) < sizes[:, None]
         self.layout.rows = rows
-        wide = torch.zeros((2, held.size), dtype=torch.long, device=self.device)  # a pad is token 0 at place 0
+        wide = torch.zeros((2, held.size), dtype=torch.long, device=self.device)  # padding is token 0 at place 0
         wide[:, rows] = torch.stack([ids, at])
         if self.kinds is not None:
             spread = torch.zeros_like(wide[:1])

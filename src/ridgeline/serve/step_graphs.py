@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: recorded once for some numbers of sequences and lengths, then replayed by one launch.
+"""Decode steps as CUDA graphs: captured once for some numbers of sequences and lengths, then replayed by one launch.
 
 A replay reads its numbers (tokens, positions, slots, block tables, lengths) from buffers that stay where they are; the
-host fills a pinned copy of them and sends it in one piece. A step of fewer sequences than its graph's is padded: pads
-write to a block that no sequence has, and nothing reads what they compute.
+host fills a pinned copy of them and sends it in one piece. A step of fewer sequences than its graph's has rows of
+padding, which write to a block that no sequence has; nothing reads what they compute.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from torch import Tensor
 
 from ridgeline.nn.memory.kv_pool import Piece
 from ridgeline.nn.memory.step_pages import Pages, Work, launches
+from ridgeline.spec.scheduling import CAPTURED_SEQUENCES
 
 if TYPE_CHECKING:
     from ridgeline.serve.runner import PackedStep, Runner
 
-Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
-"""Runs a function and records what it launches → (a call that launches the same again, the result that this fills)."""
-BATCHES: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Sequences of the recorded steps, up to the most of a step."""
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+"""Runs a function and captures what it launches → (a call that launches the same again, the result that this fills)."""
+BATCHES: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, CAPTURED_SEQUENCES)
+"""Sequences of the captured steps, up to the most of a step."""
 NARROWEST, WIDER = 64, 4
-"""Blocks of a sequence in the narrowest recorded table, and how much wider the next one is."""
+"""Blocks of a sequence in the narrowest captured table, and how much wider the next one is."""
 
 
-class CudaRecorder:
-    """Records on a GPU; all graphs share the memory of their temporaries, as only one runs at a time."""
+class CudaCapture:
+    """Captures on a GPU; all graphs share the memory of their temporaries, as only one runs at a time."""
 
     def __init__(self) -> None:
         self.pool: Any = None
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """Run twice beside the main stream, so that kernels are compiled and libraries have their memory; then
-        record."""
+        capture."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -100,7 +101,7 @@ class _Numbers:
 
 @dataclass
 class _Graph:
-    """A recorded step."""
+    """A captured step."""
 
     numbers: _Numbers
     replay: Callable[[], object]
@@ -109,11 +110,11 @@ class _Graph:
 
 
 class StepGraphs:
-    """The recorded decode steps of a runner. ``pad``: the block that pads use, ``most``: sequences of a step."""
+    """The captured decode steps of a runner. ``pad``: the block of padding rows, ``most``: sequences of a step."""
 
-    def __init__(self, runner: Runner, pad: int, most: int, longest: int, record: Record) -> None:
+    def __init__(self, runner: Runner, pad: int, most: int, longest: int, capture: Capture) -> None:
         """``longest``: tokens of a sequence."""
-        self.runner, self.pad, self.record = runner, pad, record
+        self.runner, self.pad, self.capture = runner, pad, capture
         self.batches = [*(b for b in BATCHES if b < most), min(most, BATCHES[-1])]
         self.widths, need = [NARROWEST], -(-longest // runner.block_size)
         while self.widths[-1] < need:
@@ -123,13 +124,13 @@ class StepGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record them all, the largest first: the memory of its temporaries is enough for the others."""
+        """Capture them all, the largest first: the memory of its temporaries is enough for the others."""
         for width in reversed(self.widths):
             for batch in reversed(self.batches):
-                self.graphs[batch, width] = self._recorded(batch, width)
+                self.graphs[batch, width] = self._captured(batch, width)
 
     def find(self, step: PackedStep) -> tuple[int, int] | None:
-        """The recorded step that ``step`` can be a part of: one new token for each sequence, nothing beside."""
+        """The captured step that ``step`` can be a part of: one new token for each sequence, nothing beside."""
         n = len(step.pieces)
         if step.copies or step.kinds or len(step.ids) != n or not n or n > self.batches[-1]:
             return None
@@ -152,13 +153,13 @@ class StepGraphs:
         return graph.out[:n]
 
     def _pad(self, numbers: _Numbers, n: int) -> None:
-        """Rows from ``n`` on are pads: token 0 at place 0 of a sequence of one."""
+        """Rows from ``n`` on are padding: token 0 at place 0 of a sequence of one."""
         numbers.rows[:2, n:] = 0
         numbers.rows[2, n:] = self.pad * self.runner.block_size
         numbers.lengths[n:] = 1
         numbers.table[n:, 0] = self.pad
 
-    def _recorded(self, batch: int, width: int) -> _Graph:
+    def _captured(self, batch: int, width: int) -> _Graph:
         runner, layout = self.runner, self.runner.layout
         numbers = _Numbers.make(batch, width, runner.device)
         self._pad(numbers, 0)
@@ -177,5 +178,5 @@ class StepGraphs:
             runner.kinds = None
             return runner.forward(rows[0][None], rows[1])
 
-        replay, out = self.record(run)
+        replay, out = self.capture(run)
         return _Graph(numbers, replay, out)

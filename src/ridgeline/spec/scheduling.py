@@ -12,9 +12,19 @@ from ridgeline.spec.workload import Serve
 
 OWN = "ridgeline"
 """The name of Ridgeline's own serving engine."""
+CAPTURED_SEQUENCES = 256
+"""Maximum number of sequences of a decode step that it captures as a CUDA graph."""
+WIDEST_HEAD = 256
+"""Maximum head dimension of its paged attention on GPUs, which decode steps need to be captured."""
 CACHE_SHARE = {"cpu": 0.25, "gpu": 0.9}
 """Default for the largest fraction of free memory that the key/value pool takes: others need a computer's; of a
-GPU's, the rest is for the largest step and for recorded ones."""
+GPU's, the rest is for the largest step and for captured ones."""
+
+
+def captures(m: ModelSpec) -> bool:
+    """Whether decode steps of a model can be captured as CUDA graphs: those whose attention is one kernel over the
+    pages, which there is not for latent attention and wider heads."""
+    return not m.is_latent and m.cached_dim <= WIDEST_HEAD
 
 
 @dataclass

@@ -29,11 +29,14 @@ JITTER = 0.064
 """Default coefficient of variation of lengths: drawn uniformly within a fifth of the longest."""
 SPREAD = 0.03
 """The same of the lengths of clients of whom nothing is known. Exactly equal clients would stay in step for ever, and
-every prompt wait for all others."""
+every prompt wait for all others. An assumption, chosen on TensorRT-LLM's open rows on H100, which want at most this;
+vLLM's want more, and are further off with it (docs/accuracy.md)."""
 WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
 
 _BUDGET = 2048
+"""Tokens: the least budget of an iteration behind TensorRT-LLM's rows. An assumption, chosen on those rows; vLLM's have
+its default."""
 
 ALONE = ", fields only"
 """Suffix of the groups of predictions that use nothing from the judged rows."""

@@ -75,7 +75,7 @@ class Tracer(TorchDispatchMode):
         """Kernels of replayed graphs, which the host does not launch."""
 
     def launched(self, name: str) -> None:
-        """Count a launch, unless it is recorded for later."""
+        """Count a launch, unless it is captured for later."""
         if self.muted:
             return
         if self.recorded is not None:
@@ -85,9 +85,9 @@ class Tracer(TorchDispatchMode):
         self.places[place()] += 1
 
     def waited(self, kind: str) -> None:
-        """Count a wait of the host. Raises :class:`RuntimeError` while a graph is recorded, as CUDA does."""
+        """Count a wait of the host. Raises :class:`RuntimeError` while a graph is captured, as CUDA does."""
         if self.recorded is not None:
-            raise RuntimeError(f"{kind} at {place()}: the host cannot wait while a CUDA graph is recorded")
+            raise RuntimeError(f"{kind} at {place()}: the host cannot wait while a CUDA graph is captured")
         if not self.muted:
             self.waits[kind, place()] += 1
 

@@ -1,4 +1,4 @@
-"""Collective time: latency and bandwidth of rings, trees and in-switch sums over the actual topology.
+"""Collective time: latency and bandwidth of rings, trees and in-network reduction over the actual topology.
 
 A ring of n ranks sends (n-1)/n of a full buffer of B bytes per rank in n-1 hops, an all-reduce twice that (Thakur et
 al. 2005, doi:10.1177/1094342005051521). Each hop uses the fastest of NCCL's three protocols: LL and LL128 trade
@@ -27,7 +27,7 @@ _NVLINK = 100e9
 """Bandwidth from which a link is assumed to be NVLink, where the 128 bytes after a flag arrive atomically (LL128)."""
 _SWITCHED = 200e9
 """Bandwidth from which a link is assumed to be a switch's, which may support in-network reduction."""
-_SMALLEST_SWITCHED_SUM = 4
+_FEWEST_IN_NETWORK = 4
 _HOST_SHARE = 0.55
 """Bandwidth through host memory relative to that of direct access, where the memory is fast enough. An assumption
 between servers of 2019, which slow down where cards send and receive at once (10 GB/s each way between two cards of an
@@ -147,7 +147,7 @@ def algorithm_time(
     )
     if p.ll128:
         best = min(best, fixed + slow * c.ll128_latency + whole / c.ll128_share)
-    if _sums_in_switch(m, c, kind, p, dtype):
+    if _reduces_in_network(m, c, kind, p, dtype):
         wire = m.device.link.bandwidth * c.nvls_share if m.device.link else 0.0
         sent = max((p.local + 1) / p.local * size / wire, rounds * (p.nodes - 1) / p.nodes * size / p.outside)
         best = min(best, slow * c.nvls_latency + rounds * log2(p.nodes) * p.across + sent)
@@ -176,9 +176,9 @@ def _alltoall(m: Machine, c: CollectiveConstants, n: int, size: float, p: Path) 
     return m.slow * (c.alltoall_latency + ramp) + (n - 1) * p.hop + p.across + seconds
 
 
-def _sums_in_switch(m: Machine, c: CollectiveConstants, kind: str, p: Path, dtype: str) -> bool:
+def _reduces_in_network(m: Machine, c: CollectiveConstants, kind: str, p: Path, dtype: str) -> bool:
     link = m.device.link
     return bool(
-        c.nvls_share and kind == "all_reduce" and p.local >= _SMALLEST_SWITCHED_SUM
+        c.nvls_share and kind == "all_reduce" and p.local >= _FEWEST_IN_NETWORK
         and dtype not in ("int8", "fp8", "bool") and link and link.bandwidth >= _SWITCHED
     )  # fmt: skip

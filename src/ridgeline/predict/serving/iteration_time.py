@@ -22,7 +22,7 @@ from ridgeline.predict.serving.weight_transfers import weight_transfers
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
-from ridgeline.spec.scheduling import OWN, Speculation
+from ridgeline.spec.scheduling import CAPTURED_SEQUENCES, OWN, Speculation, captures
 from ridgeline.techniques.registry import as_in_engines
 from ridgeline.techniques.technique import Technique
 
@@ -173,7 +173,7 @@ class Iterations:
         engine: EngineCosts,
         contexts: tuple[int, int],
     ) -> None:
-        if engine.name == OWN and not all(t.captured for t in techniques):
+        if engine.name == OWN and not (captures(e.model) and all(t.captured for t in techniques)):
             engine = replace(engine, graphs=False)
         self.e, self.cluster, self.engine = e, cluster, engine
         low, high = max(1, contexts[0]), max(2, contexts[1])
@@ -250,6 +250,8 @@ class Iterations:
         short, long = (self.parts.attention(n, rows, c + rows) for c in (low, high))
         slope = max(0.0, (long - short) / (high - low))
         a, b = self.body(n * rows) + self.head(n * rows) + short - slope * low, slope / n
+        if self.engine.name == OWN:  # which captures steps of one token per sequence only
+            a += max(0.0, self.dispatch_s - a - b * n * (low + high) / 2)
         if s.model is not None:
             alone = {"model": s.model, "plan": Plan(), "parallel": {}}
             small = Iterations(self.e.model_copy(update=alone), [], self.cluster, self.engine, self.contexts)
@@ -264,7 +266,8 @@ class Iterations:
     def _beside(self, n: int, eager: bool = False) -> float:
         e = self.engine
         hidden = e.schedule_s + e.sequence_s * n if e.overlap else 0.0
-        return max(hidden + (self.dispatch_s if eager or not e.graphs else 0.0), self.parts.weights.beside)
+        eager = eager or not e.graphs or (e.name == OWN and n > CAPTURED_SEQUENCES)
+        return max(hidden + (self.dispatch_s if eager else 0.0), self.parts.weights.beside)
 
     def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int, pads: int = 0) -> float:
         """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences, which do
