@@ -113,12 +113,12 @@ def _copies(wanted: bool, folder: Path | None, launcher: str, experiment: str) -
         yield None
         return
     if launcher == "ray":
-        raise Incompatible("elastic: ranks that Ray starts again may be on other machines than their copies",
+        raise Incompatible("copies in memory: ranks that Ray starts again may be on other machines than their copies",
                            "start them with torchrun, or use --save-every with --max-restarts")  # fmt: skip
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if launched() and machines > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UserError(
-            "elastic: ranks that start again would find the addresses of those before them in the agents' store",
+            "copies in memory: ranks that start again would find the addresses of those before in the agents' store",
             "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of every machine",
         )
     run = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")

@@ -78,7 +78,7 @@ class MemoryCopies:
             _size(f) for place in self._ours() for f in place.rglob("*") if f.is_file()
         )
         if needed > free:
-            raise UserError(f"elastic: two copies, together {needed / 1e9:.2f} GB, do not fit into the "
+            raise UserError(f"copies in memory: two copies, together {needed / 1e9:.2f} GB, do not fit into the "
                             f"{free / 1e9:.2f} GB of {self.folder}", MORE_ROOM)  # fmt: skip
 
     def _bytes(self) -> tuple[float, float, float]:
@@ -238,7 +238,7 @@ class MemoryCopies:
             try:
                 load_tensors(t, place)
             except CheckpointException as e:
-                raise UserError(f"elastic: the copy {place} cannot be read: {_reason(e)}",
+                raise UserError(f"copies in memory: the copy {place} cannot be read: {_reason(e)}",
                                 f"remove {place} on every machine to go on without it") from None  # fmt: skip
         for name, kept in t.run.hooks.states.items():
             if name in state["states"]:
@@ -276,7 +276,7 @@ class MemoryCopies:
         sizes = {name: size for files in held for name, size in files.items()}
         problem = self._together(self._require_space, place, sum(sizes[n] for n in wanted[mine] - held[mine].keys()))
         if problem:
-            raise UserError(f"elastic: the copy to go on from does not fit: {problem}", MORE_ROOM)
+            raise UserError(f"copies in memory: the copy to go on from does not fit: {problem}", MORE_ROOM)
         for name in sorted(set().union(*wanted)):  # the state, without which it is no copy, last
             source = next(m for m, files in enumerate(held) if name in files)
             for machine in (m for m, files in enumerate(held) if name in wanted[m] and name not in files):
@@ -313,7 +313,7 @@ def _require_private(folder: Path) -> None:
     """Raise :class:`UserError` where another user could write: metadata of copies are pickles, which run code."""
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
-        raise UserError(f"elastic: other users may write to {folder}, or it is not a directory of yours",
+        raise UserError(f"copies in memory: other users may write to {folder}, or it is not a directory of yours",
                         "remove it, or give another --memory-dir")  # fmt: skip
 
 
