@@ -27,7 +27,7 @@ from ridgeline.measure.environment import fingerprint, load_average
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.init import build
 
-DTYPES = ("auto", "bf16")
+DTYPES = ("auto", "fp32")
 
 
 def made(name: str, folder: Path) -> Path:
