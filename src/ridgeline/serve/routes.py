@@ -265,13 +265,13 @@ def model_routes(app: FastAPI, service: Service) -> None:
     async def load_adapter(body: LoadAdapter, request: Request) -> Response:
         """Serve an adapter from a folder of the server, under a name."""
         await service.load(body.lora_name, body.lora_path)
-        return Json({"loaded": body.lora_name})
+        return Json({"status": "success", "loaded": body.lora_name})
 
     @app.post(UNLOAD_ADAPTER, responses=_REFUSALS)
     async def unload_adapter(body: UnloadAdapter, request: Request) -> Response:
         """Unload an adapter."""
         await service.unload(body.lora_name)
-        return Json({"unloaded": body.lora_name})
+        return Json({"status": "success", "unloaded": body.lora_name})
 
 
 def text_routes(app: FastAPI, service: Service) -> None:
