@@ -235,7 +235,8 @@ class ResponseRequest(Body):
         return found
 
     def chat(self, talk: list[Message], context: int) -> ChatCompletion:
-        """The chat completion of the conversation ``talk`` in a context of so many tokens. Raises :class:`Invalid`."""
+        """The chat completion of the conversation ``talk``; ``context``: tokens of the context window. Raises
+        :class:`Invalid`."""
         system = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         given: dict[str, Any] = {name: value for name in PASSED if (value := getattr(self, name)) is not None}
         if self.wants_logprobs:

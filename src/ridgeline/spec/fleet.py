@@ -159,7 +159,7 @@ class FleetSpec(_Table):
         return " + ".join(_pool_label(p) for p in self.pools)
 
     def sized(self, replicas: dict[str, int]) -> FleetSpec:
-        """This fleet with so many replicas of the named pools."""
+        """This fleet with other numbers of ``replicas``, by pool name."""
         pools = [p.model_copy(update={"replicas": replicas.get(p.name, p.replicas)}) for p in self.pools]
         return self.model_copy(update={"pools": pools})
 

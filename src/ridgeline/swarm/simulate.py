@@ -57,7 +57,7 @@ class Simulated:
 def simulate(
     blocks: int, crowd: Crowd, seconds: float, balance_every: float = 120.0, placed: bool = True, seed: int = 0
 ) -> Simulated:
-    """``seconds`` of a swarm with a model of so many blocks. ``balance_every``: 0: servers never move; ``placed``:
+    """``seconds`` of a swarm with a model of ``blocks`` blocks. ``balance_every``: 0: servers never move; ``placed``:
     False: they choose blocks at random, for comparison."""
     rng, out = random.Random(seed), Simulated()
     now_there: dict[str, Span] = {}

@@ -191,7 +191,7 @@ def fleet_metrics(
 
 
 def cost_metrics(models: Sequence[PoolModel], replicas: Mapping[str, float], rate: float) -> dict[str, Metric]:
-    """Dollars per hour and watts of so many replicas of each pool, and both per token at ``rate`` tokens/s."""
+    """Dollars per hour and watts of ``replicas`` (number by pool name), and both per token at ``rate`` tokens/s."""
     price = sum(p.price_per_hour * replicas[p.pool.name] for p in models)
     watts = sum(p.watts * replicas[p.pool.name] for p in models)
     found: dict[str, Metric] = {}

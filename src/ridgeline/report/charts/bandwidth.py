@@ -15,7 +15,7 @@ DASHED = {"dash": "dash"}
 
 def bandwidth_charts(s: Study) -> list[Chart]:
     """One picture per table of operators that were measured by size: bus bandwidth of collectives, bandwidth of
-    copies; a solid line for what was measured among so many ranks, a dashed one for the prediction."""
+    copies; a solid line for each measured number of ranks, a dashed one for its prediction."""
     charts = []
     for t in s.tables:
         cells = [c for c in s.cells if c.table == t.name and "bytes" in c.axes]

@@ -169,7 +169,7 @@ def flexflow(space: SearchSpace, budget: int, seed: int = 0) -> None:
 
 
 def _chain(space: SearchSpace, until: int, rng: random.Random) -> None:
-    """One chain, until so many plans are predicted in all (or proposals repeat)."""
+    """One chain, until ``until`` plans have been predicted over all chains, or proposals repeat."""
     simulator = space.simulator
     state = best = _start(space, rng)
     seconds = least = simulator.seconds(state.point)
