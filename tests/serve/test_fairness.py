@@ -1,8 +1,7 @@
 """Sharing one engine between clients, and refusing what would come too late."""
 
 import pytest
-import torch
-from tests.serving import engine, model
+from tests.serving import engine, model, run
 
 from ridgeline.serve.fair_shares import FairShares
 from ridgeline.serve.queue_limits import QueueSpeed
@@ -26,25 +25,14 @@ def made(policy="fair"):
     return eng
 
 
-def served(eng, steps=10**6):
-    """What ends, in order, with the counters after every step."""
-    ends, levels = [], []
-    while eng.has_work() and len(levels) < steps:
-        ends += [event.request for event in eng.step() if event.finish]
-        levels.append(dict(eng.scheduler.fair.served) if eng.scheduler.fair else {})
-        eng.check()
-    return ends, levels
+def served(eng, *requests):
+    """The requests, in the order in which they end."""
+    return [event.request for event in run(eng, *requests)[1] if event.finish]
 
 
 def test_a_flood_does_not_hold_up_another_client():
-    order = {}
-    for policy in ("priority", "fair"):
-        eng = made(policy)
-        for i in range(12):
-            eng.add(request(f"a{i}", b"a"))
-        eng.add(request("b0", b"b"))
-        eng.add(request("b1", b"b"))
-        order[policy] = served(eng)[0]
+    flood, others = [request(f"a{i}", b"a") for i in range(12)], [request(f"b{i}", b"b") for i in range(2)]
+    order = {policy: served(made(policy), *flood, *others) for policy in ("priority", "fair")}
     assert order["priority"][-2:] == ["b0", "b1"]
     assert {"b0", "b1"} <= set(order["fair"][:6])
     assert len(order["fair"]) == 14
@@ -84,12 +72,8 @@ def test_a_client_that_was_away_saves_nothing_up():
 
 
 def test_priority_goes_before_fairness():
-    eng = made()
-    for i in range(4):
-        eng.add(request(f"a{i}", b"a"))
-    eng.add(request("b", b"b"))
-    eng.add(request("now", b"a", priority=-1))
-    ends = served(eng)[0]
+    flood = [request(f"a{i}", b"a") for i in range(4)]
+    ends = served(made(), *flood, request("b", b"b"), request("now", b"a", priority=-1))
     assert ends.index("now") < ends.index("b") < ends.index("a3")
 
 
@@ -113,17 +97,6 @@ def test_how_long_prompts_wait_is_what_steps_have_taken():
     assert speed.seconds(100) == pytest.approx(10, rel=1e-3)
 
 
-@torch.no_grad()
 def test_who_asks_changes_no_token():
-    tokens = {}
-    for policy in ("priority", "fair"):
-        eng = made(policy)
-        for i in range(3):
-            eng.add(request(f"a{i}", b"a"))
-            eng.add(request(f"b{i}", b"b"))
-        got = {}
-        while eng.has_work():
-            for event in eng.step():
-                got.setdefault(event.request, []).extend(event.tokens)
-        tokens[policy] = got
-    assert tokens["fair"] == tokens["priority"]
+    asked = [request(f"{client}{i}", client.encode()) for i in range(3) for client in "ab"]
+    assert run(made("fair"), *asked)[0] == run(made("priority"), *asked)[0]
