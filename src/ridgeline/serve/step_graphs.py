@@ -104,6 +104,8 @@ class _Graph:
     """A captured step."""
 
     numbers: _Numbers
+    pages: Pages
+    """What a replay reads beside them: a graph does not keep the memory that it reads."""
     replay: Callable[[], object]
     out: Tensor
     """[B, H]: what the head reads."""
@@ -170,13 +172,14 @@ class StepGraphs:
         items = torch.tensor(launch.items, dtype=torch.int32).to(runner.device)
         starts = torch.arange(batch + 1, dtype=torch.int32).to(runner.device)
         work = Work(items, launch.rows, launch.used, launch.split)
+        pages = Pages(table, lengths, starts, runner.block_size, (work,))
 
         def run() -> Tensor:
             layout.slots = rows[2]
             layout.pieces = [Piece(i, i + 1, [], False, 1) for i in range(batch)]
-            layout.pages = Pages(table, lengths, starts, runner.block_size, (work,))
+            layout.pages = pages
             runner.kinds = None
             return runner.forward(rows[0][None], rows[1])
 
         replay, out = self.capture(run)
-        return _Graph(numbers, replay, out)
+        return _Graph(numbers, pages, replay, out)
