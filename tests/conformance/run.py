@@ -59,6 +59,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", type=Path, help="Keep the small models in this folder.")
     given = parser.parse_args()
+    for path in (given.vllm / "tests", *(given.vllm / "tests" / file for file in given.files)):
+        if not path.exists():
+            parser.error(f"there is no {path}: give an unpacked source release of vLLM, and files below its tests/")
     listed = tomllib.loads((HERE / "vllm.toml").read_text(encoding="utf-8"))
     reasons: dict[str, dict[str, str]] = listed["reasons"]
     result: dict[str, object] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "files": {}}

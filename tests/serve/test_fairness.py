@@ -90,9 +90,12 @@ def test_how_long_prompts_wait_is_what_steps_have_taken():
     assert speed.seconds(1000) == 0
     speed.observe(200, 1.0)
     assert speed.seconds(100) == pytest.approx(0.5)
-    speed.observe(0, 1.0)  # a step of decodes, for which prompts waited
-    assert speed.seconds(100) == pytest.approx(100 * 1.98 / 196)
     for _ in range(1000):
+        speed.observe(0, 0.01)  # all places are taken
+    assert speed.seconds(100) == pytest.approx(0.5)
+    speed.observe(200, 1.0)  # one was free: it had been waited for
+    assert speed.seconds(100) == pytest.approx(100 * (0.9 + 11) / (0.9 * 200 + 200))
+    for _ in range(100):
         speed.observe(10, 1.0)
     assert speed.seconds(100) == pytest.approx(10, rel=1e-3)
 

@@ -171,8 +171,15 @@ def test_a_budget_of_a_request(client, server, monkeypatch):
     monkeypatch.setattr(server.service, "reasons", True)
     monkeypatch.setattr(server.service, "template", Template(OPEN, "open"))
     options = {"model": "tiny", "messages": ASK, "max_tokens": 40, "extra_body": {"thinking_token_budget": 5}}
-    choice = client.chat.completions.create(**options, temperature=0, n=2).choices[0]
-    assert choice.message.reasoning is None or len(choice.message.reasoning.encode()) <= 3 * 5
+    for budget in (0, 5):
+        asked = {**options, "extra_body": {"thinking_token_budget": budget, "ignore_eos": True}}
+        for choice in client.chat.completions.create(**asked, n=2).choices:
+            assert (getattr(choice.message, "reasoning", None) is None) == (budget == 0)
+            assert "</think>" not in choice.message.content
+    for name, value in (("bad_words", ["</think>"]), ("bad_words", ["<"]), ("allowed_token_ids", [35, 36])):
+        body = {"thinking_token_budget": 5, name: value}
+        with pytest.raises(openai.BadRequestError, match="does not let </think> be written"):
+            client.chat.completions.create(**{**options, "extra_body": body})
     whole = client.chat.completions.create(**options).usage
     assert whole.completion_tokens_details.reasoning_tokens == 5
     with pytest.raises(openai.BadRequestError, match="give 0 or more"):

@@ -81,6 +81,26 @@ def test_whoever_asks_while_it_sleeps(tmp_path, monkeypatch):
         assert text(server, model="own") != text(server)
 
 
+def test_a_checkpoint_that_has_gone_is_the_servers_fault(tmp_path):
+    folder = tiny(tmp_path / "tiny")
+    with running(folder, admin=["admin"]) as server:
+        server.loop.rebuild = lambda: load_engine(folder, DEFAULT_PLAN, kv_cache_bytes=2 << 20)
+        before, weights = text(server), folder / "model.safetensors"
+        server.engine.outputs.groups["another"] = None
+        assert "1 requests are being served" in error(call(server, "/sleep", {}, headers=KEY)[2])["message"]
+        assert call(server, "/sleep", {}, headers=KEY)[0] == 503
+        del server.engine.outputs.groups["another"]
+        server.engine = None
+        assert call(server, "/sleep", {}, headers=KEY)[0] == 200
+        weights.rename(tmp_path / "away")
+        status, _, answer = call(server, "/wake_up", {}, headers=KEY)
+        assert (status, "cannot wake" in error(answer)["message"]) == (503, True)
+        assert state(server)
+        (tmp_path / "away").rename(weights)
+        assert call(server, "/wake_up", {}, headers=KEY)[0] == 200
+        assert text(server) == before
+
+
 @pytest.mark.parametrize("limit", [None, 10.0])
 def test_what_would_come_too_late_is_refused_at_once(tmp_path, limit):
     with running(tiny(tmp_path / "tiny"), limits=QueueLimits(ttft=limit)) as server:
@@ -105,3 +125,4 @@ def test_only_steps_that_leave_requests_waiting_tell_the_speed(tmp_path):
         assert server.loop.speed.seconds(100) == 0
         assert call(server, "/v1/completions", {**BODY, "prompt": ["a", "b", "c"]})[0] == 200
         assert server.loop.speed.seconds(100) > 0
+        assert server.loop.speed.blocked == 0

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import math
 import shlex
 import threading
 import urllib.error
@@ -119,6 +120,11 @@ def test_a_changed_design_is_one_of_a_sweep(site, tmp_path):
 @pytest.mark.parametrize(("change", "says"), [
     ({"on": "2x4xchip:ga100"}, "chips have no network"), ({"on": "chip:x"}, "unknown chip"),
     ({"device": {"watts": 1}}, "has no figure 'watts'"), ({"on": "0xchip:ga100"}, "is not a node of chips"),
+    ({"on": "xchip:ga100"}, "is not a node of chips"), ({"on": "\u00b2xchip:ga100"}, "is not a node of chips"),
+    ({"on": f"{'9' * 5000}xchip:ga100"}, "is not a node of chips"), ({"device": {"cores": math.nan}}, "cores = nan"),
+    ({"device": {"clock": math.inf}}, "clock = inf"), ({"device": {"clock": 1e300}}, "clock = 1e+300"),
+    ({"device": {"memory.channels": 0}}, "memory.channels = 0"), ({"device": {"cores": -5}}, "cores = -5"),
+    ({"device": {"core.array.rows.x": 1}}, "has no figure 'core.array.rows.x'"),
 ])  # fmt: skip
 def test_chips_that_are_none(site, change, says):
     status, found = call(site, "/api/plan", {**CHIP, **change})

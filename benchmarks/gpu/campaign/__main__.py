@@ -6,7 +6,7 @@
 Predictions are written before anything is measured. Every part has its own JSON file in ``--out``; what is in one
 already is not measured again, so that a part that ran out of time goes on where it stopped. On a machine without some
 packages, ``--wheels`` names a folder with their wheels (``make gpu-wheels`` fills one), which are installed into a
-temporary folder, offline. Without a GPU, ``--small`` runs the same parts in small on the CPU.
+folder in it, offline. Without a GPU, ``--small`` runs the same parts in small on the CPU.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that are missing")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if not 0 < given.minutes < 1e6:
+        parser.error(f"--minutes {given.minutes}: give a number of minutes above 0")
+    return given
 
 
 def find_packages(wheels: Path | None) -> None:
-    """Put the project on the path of this process and its children, and with it what ``wheels`` holds."""
-    site = Path(tempfile.gettempdir()) / f"ridgeline-gpu-packages-{sys.implementation.cache_tag}"
-    if wheels is not None and not site.exists():
+    """Put the project on the path of this process and its children, and with it what ``wheels`` holds: installed once,
+    into a folder beside the wheels that this user alone can write to."""
+    site = None if wheels is None else wheels.resolve() / f"installed-{sys.implementation.cache_tag}"
+    if wheels is not None and site is not None and not site.exists():
         files = sorted(map(str, wheels.glob("*.whl")))
         if not files:
             raise SystemExit(f"error: no wheels in {wheels}\n  fix: fill it with `make gpu-wheels`")
@@ -57,7 +61,7 @@ def find_packages(wheels: Path | None) -> None:
             command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(target)]
             subprocess.run([*command, *files], check=True)
             target.rename(site)  # an installation that was interrupted is not taken for a whole one
-    held = [str(SOURCE), str(HERE.parent), *([str(site)] if site.exists() else [])]
+    held = [str(SOURCE), str(HERE.parent), *([str(site)] if site is not None else [])]
     sys.path[:1] = held
     os.environ["PYTHONPATH"] = os.pathsep.join([*held, *filter(None, [os.environ.get("PYTHONPATH")])])
 

@@ -36,6 +36,8 @@ def campaign(given: argparse.Namespace, parts: Sequence[str]) -> None:
     setting = find_setting(given.on, given.small, given.predict)
     given.out.mkdir(parents=True, exist_ok=True)
     todo = {part: cells_of(part, setting, given.only) for part in parts}
+    if given.only and not any(todo.values()):
+        raise UserError(f"no line of {', '.join(parts)} has {' or '.join(given.only)} in its name", "leave out --only")
     said = predictions(given.out / "predictions.json", todo, setting)
     for part, cells in todo.items():
         if not given.predict:

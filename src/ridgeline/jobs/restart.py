@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,18 +46,28 @@ def memory_folder(given: Path | None, name: str = "") -> Iterator[str]:
 
     Raises :class:`UserError` where there is no such directory.
     """
-    within = given or MEMORY
-    if not within.is_dir():
+    within = MEMORY if given is None else given
+    if not within.is_dir() or within == Path():
         raise UserError(f"elastic keeps copies of the state in memory, and there is no directory {within}",
                         "give --memory-dir DIRECTORY, on a tmpfs or similar")  # fmt: skip
     if name:
         yield str(within / f"ridgeline-{name}")
         return
-    folder = tempfile.mkdtemp(prefix="ridgeline-", dir=within)
+    try:
+        folder = tempfile.mkdtemp(prefix="ridgeline-", dir=within)
+    except OSError as e:
+        raise UserError(f"elastic cannot keep copies of the state in {within}: {e.strerror}",
+                        "give --memory-dir DIRECTORY, on a tmpfs or similar") from None  # fmt: skip
+    before = signal.signal(signal.SIGTERM, _end)  # which would leave the memory taken
     try:
         yield folder
     finally:
+        signal.signal(signal.SIGTERM, before)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def run_with_restarts(launch: Launch, job: LaunchJob, progress: Progress | None, most: int) -> dict[str, Any]:

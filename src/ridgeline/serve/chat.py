@@ -127,7 +127,8 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _few(cls, value: Any) -> Any:
-        further = sum(k not in cls.model_fields for k in value) if isinstance(value, dict) else 0
+        given = value.items() if isinstance(value, dict) else ()
+        further = sum(v is not None and k not in cls.model_fields for k, v in given)
         if further > MAX_FURTHER:
             raise PydanticCustomError("too_many", "has {count} unknown fields, of {most} at most",
                                       {"count": further, "most": MAX_FURTHER})  # fmt: skip

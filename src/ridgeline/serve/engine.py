@@ -221,9 +221,9 @@ class Engine:
 
     def release(self) -> None:
         """Close the engine, and free its weights and its pool; it can say no more than its limits from then on. Raises
-        :class:`Invalid` while requests are being served."""
+        :class:`Busy` while requests are being served."""
         if self.groups:
-            raise Invalid("level", f"{len(self.groups)} requests are being served", "wait for them, or cancel them")
+            raise Busy(f"{len(self.groups)} requests are being served", retry_after=1.0)
         self.close()
         del self.runner, self.model, self.sampler, self.next_tokens, self.drafter, self.adapters
         self.scheduler.order = self.blocks.store = None

@@ -251,7 +251,8 @@ class EngineLoop:
         return await answer
 
     async def sleep(self) -> None:
-        """Free the weights and the pool, until :meth:`wake`. Raises :class:`Invalid` while requests are served."""
+        """Free the weights and the pool, until :meth:`wake`. Raises :class:`Busy` while requests are served, and
+        :class:`Invalid` where this server cannot sleep."""
         if self.rebuild is None:
             raise Invalid("level", "does not apply: this server cannot load its model again", "end it")
         if self.member is not None:
@@ -266,13 +267,17 @@ class EngineLoop:
 
     async def wake(self, adapters: Mapping[str, str]) -> list[str]:
         """Make the engine again, with ``adapters`` (folders by name) → those that could not be loaded. Does nothing
-        where it does not sleep."""
+        where it does not sleep. Raises :class:`Busy` where the checkpoint cannot be read any more."""
         lost: list[str] = []
 
         def wake(engine: Engine) -> None:
             if not self.asleep or self.rebuild is None:
                 return
-            made = self.rebuild()
+            try:
+                made = self.rebuild()
+            except UserError as e:
+                log.error("the server cannot wake: %s", e.what)
+                raise Busy(f"the server cannot wake: {e.what}", 5.0) from None
             made.limits.max_waiting = made.limits.max_waiting_tokens = None
             for name, folder in adapters.items():
                 try:
@@ -319,7 +324,7 @@ class EngineLoop:
         if most is not None and len(jobs) > 1 and tokens > most:
             raise Invalid("prompt", f"has {tokens} tokens in all, of {most} at most", "ask in several requests")
         waiting = self._queue.totals
-        expected = self.speed.seconds(waiting[1] + tokens) if waiting[0] or self._streams else 0.0
+        expected = self.speed.seconds(waiting[1] + tokens) if waiting[0] else 0.0  # or it is the next
         if self.limits.ttft is not None and expected > self.limits.ttft:
             self.metrics.rejected.inc()
             what = f"a first token is expected in {expected:.3g} s, and the limit is {self.limits.ttft:g} s"
@@ -364,7 +369,7 @@ class EngineLoop:
                     events = self.engine.step()
                     self._step_began = None
                     stats = self.engine.stats()
-                    if stats.waiting:  # it computed as many prompts as it could
+                    if stats.waiting or self.speed.blocked:  # it computed as many prompts as it could
                         prompts = stats.prompt_tokens - self.stats.prompt_tokens
                         self.speed.observe(prompts, time.monotonic() - began)
                     for event in events:

@@ -26,10 +26,16 @@ class QueueSpeed:
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
+        self.blocked = 0.0
+        """Seconds of the last steps in which all waited."""
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step that computed this number of prompt tokens, or that prompts had to wait for."""
-        self._tokens, self._seconds = 0.98 * self._tokens + tokens, 0.98 * self._seconds + seconds
+        """A step that computed this number of prompt tokens while others waited. Steps without any belong to the next
+        one with some: what is known does not fade while nothing is learned."""
+        self.blocked += seconds
+        if tokens:
+            self._tokens, self._seconds = 0.9 * self._tokens + tokens, 0.9 * self._seconds + self.blocked
+            self.blocked = 0.0
 
     def seconds(self, tokens: int) -> float:
         """Expected for this number of prompt tokens; 0 before anything was observed."""

@@ -129,10 +129,10 @@ class Writer:
             if self.prepared.reader is not None:
                 reader = self.prepared.reader()
                 parts = gather(reader, delta.text)
-                if parts.reasoning:
-                    message.update(content=parts.content or None)
-                    if not self.prepared.hides_reasoning:
-                        message.update(reasoning=parts.reasoning, reasoning_content=parts.reasoning)
+                if self.prepared.reasoning is not None:  # without the markers
+                    message.update(content=parts.content or (None if parts.reasoning else ""))
+                if parts.reasoning and not self.prepared.hides_reasoning:
+                    message.update(reasoning=parts.reasoning, reasoning_content=parts.reasoning)
                 if parts.calls:
                     message.update(content=parts.content or reader.empty, tool_calls=parts.calls)
                     delta.finish = reader.ends if delta.finish == "stop" else delta.finish

@@ -254,7 +254,7 @@ class Service:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         begun = self._begun(prompt, sampling.grammar is not None)
         if body.thinking_token_budget is not None:
-            sampling = replace(sampling, grammar=self._thinking_budget(body.thinking_token_budget, begun))
+            sampling = replace(sampling, grammar=self._thinking_budget(body.thinking_token_budget, begun, sampling))
         prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
         prepared.reader = reader
         if begun is not None:
@@ -318,14 +318,20 @@ class Service:
             found = max(count, found or 0)
         return found
 
-    def _thinking_budget(self, budget: int, begun: bool | None) -> ThinkingBudget:
-        """Ends the reasoning after ``budget`` tokens. Raises :class:`Invalid` where none is told apart."""
+    def _thinking_budget(self, budget: int, begun: bool | None, sampling: Sampling) -> ThinkingBudget:
+        """Ends the reasoning after ``budget`` tokens. Raises :class:`Invalid` where none is told apart, or its end may
+        not be written."""
         if budget < 0:
             raise Invalid("thinking_token_budget", f"is {budget}", "give 0 or more")
         if begun is None:
             what = "needs a server with --reasoning-parser, and a response that no grammar or schema constrains"
             raise Invalid("thinking_token_budget", what, "leave it out")
         begin, end = (tuple(self.vocabulary.encode(mark, special=False)) for mark in (BEGIN, END))
+        allowed, bad = sampling.allowed_token_ids, {word[-1] for word in sampling.bad_words}
+        for name, refused in (("allowed_token_ids", bool(allowed) and not set(end) <= set(allowed)),
+                              ("bad_words", not bad.isdisjoint(end))):  # fmt: skip
+            if refused:
+                raise Invalid(name, f"does not let {END} be written, which thinking_token_budget needs", "change it")
         return ThinkingBudget(begin, end, budget, begun)
 
     def _bad_words(self, body: Sampled) -> tuple[tuple[int, ...], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ridgeline.catalog import chips
@@ -24,6 +25,8 @@ FIGURES = {
     "links.count": "Links", "clock": "Clock",
 }  # fmt: skip
 """What the page's sliders change, by dotted field."""
+MOST = 64
+"""How many times its own a figure may be."""
 PRICES = "2023-10"
 YIELD: Yield = "spare"
 
@@ -49,12 +52,11 @@ def _at(table: Any, path: str) -> Any:
 def chip_cluster(on: str, changes: dict[str, float]) -> Cluster:
     """A node of chips, ``NUMBERxchip:NAME``, with changed figures. Raises :class:`UserError`."""
     number, _, name = on.partition(PREFIX)
-    count = number.removesuffix("x") or "1"
-    if not count.isdigit() or not int(count):
+    if not re.fullmatch(r"([1-9][0-9]{0,5}x)?", number):
         raise UserError(f"{on!r} is not a node of chips", f"give 4x{PREFIX}{chips.chips()[0]}; chips have no network")
     if name not in chips.chips():  # names only: a path would read this machine's files
         raise unknown("chip", name, chips.chips(), "the catalog")
-    return Cluster(device=chip_device(changed(name, changes)), devices_per_node=int(count))
+    return Cluster(device=chip_device(changed(name, changes)), devices_per_node=int(number[:-1] or 1))
 
 
 def changed(name: str, changes: dict[str, float]) -> Chip:
@@ -63,15 +65,17 @@ def changed(name: str, changes: dict[str, float]) -> Chip:
     base = chips.chip(name)
     vary: dict[str, Any] = {}
     for path, value in changes.items():
-        own = _at(base.model_dump(), path)
-        if path not in FIGURES or own is None:
+        own = _at(base.model_dump(), path) if path in FIGURES else None
+        if own is None:
             raise UserError(f"{name} has no figure {path!r}", f"change one of {', '.join(FIGURES)}")
+        if not 1 <= value <= MOST * own:
+            raise UserError(f"{path} = {value} of {name}", f"give a figure from 1 to {MOST} times its own, {own:g}")
         if path == "memory.channels":
-            stacks = max(1, round(value))
+            stacks = round(value)
             active = {} if base.memory.active is None else {"active": max(1, round(base.memory.active * stacks / own))}
             vary["memory"] = [{"channels": stacks, "bytes": base.memory.bytes * stacks / own, **active}]
         else:
-            vary[path] = [float(value) if path == "clock" else max(1, round(value))]
+            vary[path] = [float(value) if path == "clock" else round(value)]
     if not vary:
         return base
     document, _ = chips.chip_document(name)

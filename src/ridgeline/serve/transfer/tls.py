@@ -54,7 +54,7 @@ class Tls:
     def _load(self, context: ssl.SSLContext) -> None:
         assert self.cert is not None
         try:
-            context.load_cert_chain(self.cert, self.key)
+            context.load_cert_chain(self.cert, self.key, password="")  # or it would ask for one
         except (OSError, ValueError) as e:  # SSLError is an OSError
             raise UserError(f"the certificate {self.cert} and the key {self.key} cannot be used: {_reason(e)}",
                             "give PEM files of a certificate and its key, without a password") from None  # fmt: skip
