@@ -25,7 +25,7 @@ EXACT = {
 def test_count_agrees_with_the_published_one(name):
     published = catalog.published(name)
     if published is None:
-        assert name.startswith("switch-base-")  # the only models without a published count
+        assert name.startswith("switch-base-") or name == "gpt2-1.5b"  # the only models without a published count
         return
     error = abs(catalog.model(name).num_parameters / published.parameters - 1)
     assert error <= published.tolerance, f"{error:.4f} off"
@@ -51,7 +51,7 @@ def test_size_of_the_catalog():
     names = catalog.models()
     assert len(names) == len(set(names)) >= 50
     assert {"llama-tiny", "llama-mini", "mixtral-tiny", "gpt2-tiny", "bert-tiny"} <= set(names)
-    assert sum(catalog.published(n) is None for n in names) == 5
+    assert sum(catalog.published(n) is None for n in names) == 6
 
 
 def test_active_parameters_of_a_mixture():

@@ -54,7 +54,7 @@ def _origin(c: Efficiency, devices: list[str]) -> str:
 
 
 def _operators(c: Efficiency, results: dict[str, Any]) -> str:
-    if not c.fitted_on:
+    if not set(c.fitted_on) & set(results["devices"]):
         rows = [[title, _percent(c.class_spread.get(kind))] for kind, title in KINDS.items()]
         return table("| | spread |", rows)
     rows = []

@@ -18,6 +18,9 @@ def scaled_constants(c: Chip) -> Efficiency | None:
     if c.architecture not in catalog.architectures():
         return None
     known = catalog.architecture(c.architecture)
+    if any(g.engine == "unrolled" for g in known.gemm.values()):
+        own = {"array": (c.core.array.rows, c.core.array.columns)}
+        return known.model_copy(update={"gemm": {d: g.model_copy(update=own) for d, g in known.gemm.items()}})
     reference = next((chips.chip(name) for name in known.fitted_on if name in chips.chips()), None)
     if reference is None or reference == c:
         return None

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from ridgeline.spec.chip import Chip
-from ridgeline.spec.efficiency import Efficiency
+from ridgeline.spec.efficiency import Efficiency, as_tuple
 
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4"]
 
@@ -51,11 +51,7 @@ class Rate(BaseModel):
     source: str = "measured"
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-Span = Annotated[tuple[PositiveInt, PositiveFloat], BeforeValidator(_as_tuple)]  # TOML has arrays, no tuples
+Span = Annotated[tuple[PositiveInt, PositiveFloat], BeforeValidator(as_tuple)]
 
 
 class Link(BaseModel):
@@ -70,7 +66,7 @@ class Link(BaseModel):
     """Seconds per message."""
     p2p: bool = True
     """Whether a device reads and writes another's memory over it; false: bytes pass through host memory."""
-    spans: Annotated[tuple[Span, ...], BeforeValidator(_as_tuple)] = ()
+    spans: Annotated[tuple[Span, ...], BeforeValidator(as_tuple)] = ()
     """Where host bridges or sockets lie between devices, by rising number: [neighbors, bandwidth of larger groups]."""
     source: str = ""
 

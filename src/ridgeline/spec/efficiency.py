@@ -7,9 +7,19 @@ the roofline. Fitted values lie in ``catalog/efficiency/*.toml``.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+
+
+def as_tuple(value: Any) -> Any:
+    """Lists as tuples: TOML has arrays, no tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Unrolling = Literal["tiling", "two_dimensional", "flexible"]
+"""What the multipliers of an array compute at a time: many inputs of many outputs, many positions of one output, or what
+suits the product best."""
 
 
 class _Constants(BaseModel):
@@ -34,8 +44,16 @@ class GemmConstants(_Constants):
         "store_bytes_per_clock", "feed", "fill", "split", "overlap",
     ))  # fmt: skip
 
-    engine: Literal["tiles", "systolic"] = "tiles"
-    """What multiplies: tiles in waves over processors, or the systolic arrays of the device's design."""
+    engine: Literal["tiles", "systolic", "unrolled"] = "tiles"
+    """What multiplies: tiles in waves over processors, the systolic arrays of the device's design, or an array of
+    multipliers with adder trees that unrolls loops (``predict/operators/unrolled.py``)."""
+    unrolling: Unrolling = "tiling"
+    """How the array of engine ``unrolled`` does so."""
+    array: Annotated[tuple[PositiveInt, PositiveInt], BeforeValidator(as_tuple)] = (1, 1)
+    """Its multipliers: those whose products are summed, and the number of such sums; a design has its own."""
+    row_latency: float = 0.0
+    """Seconds that every row of a product takes beside it, where rows pass one by one and each reads all weights (DFX):
+    vector units, filling of pipelines, exchange with the other devices; 0: they pass together."""
     latency: float = 0.0
     """Seconds of launch, prologue and epilogue of one kernel."""
     share: float = 1.0

@@ -10,11 +10,11 @@ from typing import Any
 
 from ridgeline import catalog
 from ridgeline.catalog import chips
-from ridgeline.hardware import dataflow, streaming
 from ridgeline.hardware.area import die_mm2, sram_mm2, total_mm2, transistors
 from ridgeline.hardware.cost import cost, verdict
 from ridgeline.hardware.device import chip_device
 from ridgeline.predict import predict
+from ridgeline.predict.operators import unrolled
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import percent, seconds
 from ridgeline.spec.chip import Chip
@@ -252,32 +252,35 @@ def _layer(chip: Chip | Device) -> tuple[float, float]:
 
 
 def dfx() -> Iterator[Claim]:
-    """DFX: fitted on GPT-2 345M, predicting 1.5B; and the GPU that it is compared with."""
-    from ridgeline import experiments
-
-    work = "DFX"
-    medium = catalog.model("gpt2-medium")
-    engine = dfx_engine()
+    """DFX, predicted as any device: fitted on GPT-2 345M, held out on 1.5B; and the GPUs that it is compared with."""
     for n, rate in published.DFX_345M:
-        yield Claim(
-            work, f"GPT-2 345M on {n} FPGA", rate, engine.tokens_per_s(medium, n, 64, 64), "tokens/s", "fitted on these"
-        )
-    large = catalog.model("gpt2-xl").model_copy(update={"hidden_size": 1536, "num_heads": 24, "num_kv_heads": 24})
-    fpga = engine.tokens_per_s(large, 4, 64, 64)
-    yield Claim(work, "GPT-2 1.5B (24 heads) on 4 FPGA", published.DFX_XL, fpga, "tokens/s", "held out")
-    workload = {"kind": "generate", "batch_size": 1, "prompt_len": 64, "output_len": 64, "dtype": "fp16"}
-    one = predict(experiments.make("gpt2-xl", "v100-32g-sxm", workload, [])).metrics
-    gpu = 64 / one["e2e_s"].value
-    yield Claim(work, "GPT-2 1.5B on the GPU baseline (theirs 4 V100, ours one)", published.GPU_XL, gpu, "tokens/s",
+        ours = sentence("gpt2-medium", catalog.device("dfx-u280"), n)
+        yield Claim("DFX", f"GPT-2 345M on {n} FPGA", rate, ours, "tokens/s", "fitted on these")
+    fpga = sentence("gpt2-1.5b", catalog.device("dfx-u280"), 4)
+    gpu = sentence("gpt2-1.5b", catalog.device("v100-32g-sxm"), 1)
+    yield Claim("DFX", "GPT-2 1.5B (24 heads) on 4 FPGA", published.DFX_XL, fpga, "tokens/s", "held out")
+    yield Claim("DFX", "GPT-2 1.5B, speed-up over its GPU baseline as published", 5.58, fpga / published.GPU_XL, "x",
+                "held out")  # fmt: skip
+    better = (fpga / published.DFX_DOLLARS) / (published.GPU_XL / published.GPU_DOLLARS)
+    yield Claim("DFX", "the same, tokens/s per dollar of the cards", 8.21, better, "x", "held out")
+    theirs = 3.99 / 3.78 * 5.58
+    joules = (fpga / published.DFX_WATTS) / (published.GPU_XL / published.GPU_WATTS)
+    yield Claim("DFX", "the same, tokens per joule (3.99x with the mean speed-up of 3.78x)", theirs, joules, "x",
+                "held out; both powers are measured, not predicted")  # fmt: skip
+    yield Claim("DFX", "GPT-2 1.5B on the GPU baseline (theirs 4 V100, ours one)", published.GPU_XL, gpu, "tokens/s",
                 "theirs is bound by launches: 75 ms per token; one V100 reads the weights in 3.5 ms")  # fmt: skip
-    yield Claim(work, "speed-up over the GPU", 5.58, fpga / gpu, "x",
+    yield Claim("DFX", "speed-up over the GPU, both predicted", 5.58, fpga / gpu, "x",
                 "four FPGAs are slower than a V100 that launches do not bind: the claim is about its host")  # fmt: skip
 
 
-def dfx_engine() -> streaming.Streaming:
-    """DFX's constants, fitted on GPT-2 345M with 64 tokens in and 64 out."""
-    measured = [(n, 64 / rate / 128) for n, rate in published.DFX_345M]
-    return streaming.fit(catalog.model("gpt2-medium"), published.DFX_RATE, measured, 64.0)
+def sentence(model: str, device: Device, devices: int) -> float:
+    """Tokens per second of one sequence of 64 tokens in and 64 out, tensor parallel."""
+    from ridgeline import experiments
+
+    workload = {"kind": "generate", "batch_size": 1, "prompt_len": 64, "output_len": 64, "dtype": "fp16"}
+    plan = [f"tensor_parallel:degree={devices}"] if devices > 1 else []
+    e = experiments.make(model, Cluster(device=device, devices_per_node=devices), workload, plan)
+    return predict(e).metrics["tokens_per_s"].value
 
 
 def flexflow() -> Iterator[Claim]:
@@ -303,18 +306,19 @@ def flexflow() -> Iterator[Claim]:
                         why)  # fmt: skip
 
 
-def flexflow_utilization(name: str, net: str, d: int = 16) -> float:
-    """Share of d × d multipliers that work on a network under one of figure 15's dataflows."""
+def flexflow_utilization(name: str, net: str) -> float:
+    """Share of the multipliers of device ``flexflow-16x16`` that work on a network under one of figure 15's dataflows."""
+    array = catalog.architecture("flexflow").gemm["bf16"].array
     found = published.FLEXFLOW_LAYERS[net]
     side = published.FLEXFLOW_SIDE.get(net, 6)
     if name == "FlexFlow":
-        cycles = dataflow.flexible_cycles(found, dataflow.flexible(found, d))
+        cycles = unrolled.flexible_cycles(found, unrolled.factors(found, array))
     elif name == "systolic":
-        cycles = sum(dataflow.systolic_kernels(layer, d, side) for layer in found)
+        cycles = sum(unrolled.systolic_kernels(layer, array, side) for layer in found)
     else:
-        count = {"2D mapping": dataflow.two_dimensional, "tiling": dataflow.tiling}[name]
-        cycles = sum(count(layer, d) for layer in found)
-    return dataflow.utilization(found, cycles, d)
+        count = {"2D mapping": unrolled.two_dimensional, "tiling": unrolled.tiling}[name]
+        cycles = sum(count(layer, array) for layer in found)
+    return unrolled.utilization(found, cycles, array)
 
 
 def nlp_fast() -> Iterator[Claim]:

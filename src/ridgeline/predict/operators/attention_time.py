@@ -14,7 +14,7 @@ from math import ceil
 
 from ridgeline.graph.graph import LATENT
 from ridgeline.predict.machine import Machine
-from ridgeline.predict.operators.gemm import GemmTime, bounded, overlapped
+from ridgeline.predict.operators.gemm import GemmTime, bounded, constants, gemm_time, overlapped
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.efficiency import DecodeConstants, PrefillConstants
 
@@ -60,6 +60,8 @@ def attention_time(
 
     ``reuse``: bytes accessed between two uses of a decode's keys and values; 0: more than a cache holds.
     """
+    if constants(m, dtype).engine == "unrolled":
+        return _unrolled(m, shape, causal, dtype, backward)
     _, heads, kv_heads, q_len, kv_len, _ = shape
     kv = kv_dtype or dtype
     narrow = DTYPE_BYTES[kv] < 2
@@ -74,6 +76,21 @@ def attention_time(
     name = library if library in table else "flash"
     given = table.get(f"{name}.fp8") if narrow else None
     return prefill(m, given or table[name], shape, causal, dtype, backward)
+
+
+def _unrolled(m: Machine, shape: tuple[int, ...], causal: bool, dtype: str, backward: bool) -> GemmTime:
+    """Scores and values as two products of every head, as far as the mask lets queries see keys: the array knows no
+    fused kernel."""
+    batch, heads, kv_heads, q_len, kv_len, dim = shape
+    keys = ceil(kv_len - q_len + (q_len + 1) / 2) if causal else kv_len
+    streams, width = batch * heads, DTYPE_BYTES[dtype]
+    cached = batch * kv_heads * kv_len * dim * width
+    rows = streams * q_len
+    moved = rows * (keys + dim) * width + cached
+    scores = gemm_time(m, dtype, rows, keys, dim, streams, moved)
+    values = gemm_time(m, dtype, rows, dim, keys, streams, moved)
+    factor = 2.5 if backward else 1.0
+    return GemmTime(factor * (scores.seconds + values.seconds), max(scores, values).bound)
 
 
 def prefill(

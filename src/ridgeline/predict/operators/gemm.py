@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from ridgeline.predict.machine import Machine
 from ridgeline.predict.operators.systolic import array_seconds, feed_seconds
+from ridgeline.predict.operators.unrolled import product_seconds
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.efficiency import GemmConstants
 
@@ -84,11 +85,15 @@ def tiled(
     read, written = rows * k * width, rows * columns * max(width, 2.0)
     weights = max(0.0, traffic - read - written) if traffic else groups * columns * k * width
     memory = _memory(m, c, read, written, weights, reuse)
-    latency = slow * c.latency
+    latency, peak = slow * c.latency, m.peak(dtype)
+    if c.engine == "unrolled":
+        busy = product_seconds(c, peak, each, groups, columns, k)
+        if c.row_latency:
+            memory += (each - 1) * weights / (m.bandwidth * c.memory_share)
+        return bounded(latency, max(busy, memory), busy, memory)
     if each <= c.vector_rows and groups == 1 and not stored and k > _K_STEP:  # below, results bound both kernels
         results = rows * columns * c.vector_clocks / (m.clock * units)
         return bounded(latency, overlapped(results, memory, p) + slow * _FILL, results, memory)
-    peak = m.peak(dtype)
     if c.engine == "systolic" and m.device.chip is not None:
         busy = max(array_seconds(m.device.chip, dtype, each, groups, columns, k) / c.share,
                    feed_seconds(m.device.chip, dtype, rows, columns, k))  # fmt: skip
