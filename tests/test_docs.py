@@ -78,6 +78,9 @@ def test_every_class_of_devices_has_a_prediction_card():
     for name in catalog.devices():
         (card,) = (part for part in cards.split("\n## ") if f"`{name}`" in part.splitlines()[2])
         device = catalog.device(name)
+        if name == "dfx-u280":  # on three published rates of one model
+            assert "The constants were fitted on `dfx-u280`." in card
+            continue
         fitted = bool(catalog.efficiency(device).fitted_on)
         assert ("held-out shapes" in card) == fitted
         assert ("every constant is assumed" in card) == (not fitted)

@@ -100,25 +100,25 @@ def test_costs_of_parts_add_up_to_the_predicted_computation():
     simulator = Simulator(q)
     made = refiner(point, simulator.base)
     assert made is not None
-    assert set(made.table.parts["mlp", False]) == set(STRATEGIES)
+    assert set(made.tables[0].parts["mlp", False]) == set(STRATEGIES)
     plan = Sharding("batch", ("batch", "reduce", "scatter"), ("scatter", "whole", "batch"), "reduce")
     e, techniques = replace(point, sharding=plan).experiment(simulator.base)
     check(e)
     parts = [("embed", plan.embed), *(("attention", s) for s in plan.attention),
              *(("mlp", s) for s in plan.mlp), ("head", plan.head)]  # fmt: skip
-    t = made.table
+    (t,) = made.tables
     per_micro = sum(t.parts[part, False][s].seconds for part, s in parts)
     # batch → whole behind the embedding's layer 0, whole → parts before layer 2, parts → whole before the head
     forms = [plan.embed in IN_PARTS, *(m in IN_PARTS for m in plan.mlp), plan.head in IN_PARTS]
     per_micro += sum(t.join if a and not b else t.cut if b and not a else 0.0 for a, b in itertools.pairwise(forms))
     found = quick(e, techniques, always=True)
-    rest = made.table.micros * per_micro
+    rest = made.tables[0].micros * per_micro
     once = sum(t.parts[part, False][s].once for part, s in parts)
     assert found.metrics["step_time_s"] == pytest.approx(rest + once, rel=0.03)
     held = sum(t.bytes_of((part, False), s, 1.0) for part, s in parts)
     states = sum(v for k, v in found.peak.items() if k in ("parameters", "gradients", "optimizer", "activations"))
     assert held == pytest.approx(states, rel=0.1)
-    assert rewritten(training_graph(e), e, techniques).accumulation == made.table.micros
+    assert rewritten(training_graph(e), e, techniques).accumulation == made.tables[0].micros
 
 
 # ---- whole searches -------------------------------------------------------------------------------------------------

@@ -246,7 +246,8 @@ def device(name: str) -> Device:
 
 
 def cluster(text: str) -> Cluster:
-    """``"rtx4090"``, ``"8xa800-80g"`` (one node of eight) or ``"4x8xa100-80g-sxm"`` (four nodes of eight).
+    """``"rtx4090"``, ``"8xa800-80g"`` (one node of eight), ``"4x8xa100-80g-sxm"`` (four nodes of eight), or several
+    joined by ``+``.
 
     Raises :class:`UserError` as :func:`device` does, and for a count below 1.
     """
@@ -257,8 +258,10 @@ def cluster(text: str) -> Cluster:
     # A path may start with digits and an x ("2x/box.toml"), so an existing file is used as is.
     whole = text.endswith(".toml") and Path(text).expanduser().is_file()
     if "+" in text and not whole:
-        raise UserError(f"cluster {text!r} joins parts with different devices: plans run on equal ones",
-                        "name one of its parts, or the slowest device for all")  # fmt: skip
+        parts = tuple(cluster(part) for part in text.split("+"))
+        if any(part.device.kind != "gpu" for part in parts):
+            raise UserError(f"cluster {text!r} joins parts with other devices than GPUs", "name one of its parts")
+        return parts[0].model_copy(update={"parts": parts})
     nodes, per_node, name = (1, 1, text) if whole else split_cluster_name(text)
     if nodes < 1 or per_node < 1:
         raise UserError(f"cluster {text!r} has no devices", "counts start at 1, as in '8xa800-80g'")

@@ -44,8 +44,9 @@ def device_markdown(results: Path) -> str:
 def _origin(c: Efficiency, devices: list[str]) -> str:
     names = ", ".join(f"`{d}`" for d in devices)
     fitted = [d for d in devices if d in c.fitted_on]
+    others = "; the others differ by their datasheets" if len(fitted) < len(devices) else ""
     trust = (
-        f"The constants were fitted on {', '.join(f'`{d}`' for d in fitted)}; the others differ by their datasheets."
+        f"The constants were fitted on {', '.join(f'`{d}`' for d in fitted)}{others}."
         if fitted
         else "**No measurement of this class was at hand: every constant is assumed.** Its intervals are those of"
         " devices that were predicted by another's constants."

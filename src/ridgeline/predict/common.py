@@ -50,7 +50,8 @@ def rank_cluster(e: Experiment) -> Cluster:
 
 
 def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Cluster) -> Result:
-    """Assemble a Result from metrics and the peak: adds memory, whether it fits, cost and energy."""
+    """Assemble a Result from metrics and the peak on a rank of ``cluster``: adds memory, whether it fits, cost and
+    energy."""
     categories = dict(peak.categories)
     if cluster.device.reserved_bytes:
         categories["framework"] = cluster.device.reserved_bytes
@@ -64,7 +65,7 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
         f" largest category: {largest}, {categories[largest] / GIB:.1f} GiB; peak at {peak.instant}"
     )
     if "tokens_per_s" in metrics:
-        for name, value in cost_of(device, e.world, metrics["tokens_per_s"].value).items():
+        for name, value in cost_of(e.cluster, metrics["tokens_per_s"].value).items():
             metrics[name] = metric(value, *_COST[name])
     return Result(
         source="predicted",
@@ -92,13 +93,15 @@ _COST: dict[str, tuple[str, Literal["lower"], str]] = {
 }
 
 
-def cost_of(device: Device, world: int, rate: float) -> dict[str, float]:
-    """Dollars per million tokens and joules per token of ``world`` devices at ``rate`` tokens/s, where known."""
+def cost_of(cluster: Cluster, rate: float) -> dict[str, float]:
+    """Dollars per million tokens and joules per token of a cluster at ``rate`` tokens/s, where known."""
     out = {}
-    if device.price_per_hour:
-        out["dollars_per_million_tokens"] = device.price_per_hour * world / 3600 / rate * 1e6
-    if device.watts:
-        out["joules_per_token"] = device.watts * world / rate
+    parts = cluster.parts or (cluster,)
+    if all(part.device.price_per_hour for part in parts):
+        dollars = sum(part.device.price_per_hour * part.size for part in parts)
+        out["dollars_per_million_tokens"] = dollars / 3600 / rate * 1e6
+    if all(part.device.watts for part in parts):
+        out["joules_per_token"] = sum(part.device.watts * part.size for part in parts) / rate
     return out
 
 
@@ -117,7 +120,6 @@ def source_of(cluster: Cluster) -> str:
     return "measured profile" if cluster.device.rates else machine(cluster.device).source
 
 
-def peak_note(cluster: Cluster, dtype: str) -> str:
+def peak_note(peak: float, dtype: str) -> str:
     """The formula of MFU and HFU in words."""
-    peak = peak_flops(cluster.device, dtype)
     return f"matrix-multiply FLOPs over the dense {dtype} peak of {peak / 1e12:.3g} TFLOP/s"

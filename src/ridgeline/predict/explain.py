@@ -13,7 +13,7 @@ from typing import Literal
 
 from ridgeline.predict.machine import machine
 from ridgeline.predict.predict import predict
-from ridgeline.spec.device import Device, Link, Rate
+from ridgeline.spec.device import Cluster, Device, Link, Rate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
@@ -175,8 +175,7 @@ def _lever(e: Experiment, name: str, now: float, resource: Resource) -> Lever:
     """Bisection on predictions: the smallest factor that shortens the time to ``now / (1 + GAIN)``."""
 
     def at(factor: float) -> float:
-        device = improved(e.cluster.device, resource, factor)
-        changed = e.model_copy(update={"cluster": e.cluster.model_copy(update={"device": device})})
+        changed = e.model_copy(update={"cluster": _improved(e.cluster, resource, factor)})
         return predict(changed).metrics[name].value
 
     goal = now / (1 + GAIN)
@@ -188,6 +187,11 @@ def _lever(e: Experiment, name: str, now: float, resource: Resource) -> Lever:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if at(middle) <= goal else (middle, high)
     return Lever(RESOURCE_NAMES[resource], high, now / best - 1)
+
+
+def _improved(c: Cluster, resource: Resource, factor: float) -> Cluster:
+    parts = tuple(_improved(part, resource, factor) for part in c.parts)
+    return c.model_copy(update={"device": improved(c.device, resource, factor), "parts": parts})
 
 
 def improved(d: Device, resource: Resource, factor: float) -> Device:

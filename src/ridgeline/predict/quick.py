@@ -9,9 +9,10 @@ from ridgeline.predict.common import beyond_host, cost_of, rank_cluster, rewritt
 from ridgeline.predict.predict import predict
 from ridgeline.predict.segments import segments
 from ridgeline.predict.step.in_step import training_factors
-from ridgeline.predict.step.peak_memory import resident, training_peak
+from ridgeline.predict.step.peak_memory import resident
 from ridgeline.predict.step.streams import block_times
-from ridgeline.predict.step.training_step import timed, update_ops, with_overheads
+from ridgeline.predict.step.training_step import tightest, timed, update_ops
+from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.technique import PHASES, Technique
 
@@ -118,7 +119,7 @@ def _quick(
         if _places(t):
             g = t.rewrite(g, e)
     g.close()
-    device = cluster.device
+    device = max((part.device for part in cluster.parts or (cluster,)), key=lambda d: d.memory_bytes)
     if not always:
         least = {**resident(g), "framework": device.reserved_bytes}
         states_fit = sum(least.values()) <= device.memory_bytes
@@ -128,7 +129,8 @@ def _quick(
             return Quick({"peak_bytes": sum(least.values())}, least, device.memory_bytes, complete=False,
                          states_fit=states_fit)  # fmt: skip
     update = update_ops(g, e)
-    peak = with_overheads(training_peak(g), e)
+    tight, peak = tightest(g, e, cluster)
+    device = tight.device
     categories = {**peak.categories, "framework": device.reserved_bytes}
     peak_bytes = sum(categories.values())
     out = Quick({"peak_bytes": peak_bytes}, categories, device.memory_bytes, beyond_host(g, cluster))
@@ -144,7 +146,7 @@ def _quick(
         "exposed_communication_s": step.exposed,
         "bubble_s": step.bubble,
     }
-    out.metrics |= cost_of(device, e.world, rate)
+    out.metrics |= cost_of(e.cluster, rate)
     out.floor = step.seconds - step.exposed - step.dispatch
     return out
 
@@ -156,9 +158,12 @@ def computation(e: Experiment, techniques: list[Technique]) -> float:
     """
     cluster = rank_cluster(e)
     g = rewritten(training_graph(e), e, techniques)
-    factors = training_factors(cluster, g.fused)
-    once = 0.0
-    for b in g.blocks:
-        t = block_times(b, cluster, factors._replace(dispatch=0.0))
-        once += b.repeat * (t.forward + t.backward)
+    once = min(_computation(g, part) for part in cluster.parts or (cluster,))
     return once * e.batch_size / (e.data_parallel * e.micro_batch_size)
+
+
+def _computation(g: Graph, cluster: Cluster) -> float:
+    """Seconds of a micro-batch's computation."""
+    factors = training_factors(cluster, g.fused)._replace(dispatch=0.0)
+    times = [(b.repeat, block_times(b, cluster, factors)) for b in g.blocks]
+    return sum(n * (t.forward + t.backward) for n, t in times)

@@ -113,7 +113,7 @@ def _look_around(q: Question, bases: list[Experiment], spaces: list[Slots], best
                 if micro < 1 or base.batch_size % micro:
                     continue
                 e, techniques = candidate(base, chosen, int(micro))
-                if not refusal((e, techniques)) and splits_batch(chosen) == (e.gradient_ranks > 1):
+                if not refusal((e, techniques), whole=True) and splits_batch(chosen) == (e.gradient_ranks > 1):
                     _judge(q, e, quick(e, techniques), found)
 
 
@@ -203,7 +203,7 @@ def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found
     core = prepare(*candidate(base, node.chosen, node.micro)) if q.training else None
     for chosen in space.combinations("split"):
         e, techniques = candidate(base, node.chosen + chosen, node.micro)
-        refused = refusal((e, techniques))
+        refused = refusal((e, techniques), whole=True)
         if refused:
             found.refuse(refused, len(space.placements))
             continue

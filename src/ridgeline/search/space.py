@@ -20,7 +20,7 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Training
-from ridgeline.techniques.registry import check_techniques, in_order, mesh_axes, resolve, techniques_of
+from ridgeline.techniques.registry import check_places, check_techniques, in_order, mesh_axes, resolve, techniques_of
 from ridgeline.techniques.technique import Technique
 
 GROUPS = ("mesh", "shape", "split", "placement")
@@ -79,9 +79,12 @@ def slots(
     return Slots(choices, tuple(sorted(together, key=lambda p: (offloads(p), len(p)))), settled)
 
 
-def refusal(point: tuple[Experiment, list[Technique]]) -> str:
-    """Why ``check`` refuses an experiment with these techniques; empty: it does not."""
+def refusal(point: tuple[Experiment, list[Technique]], whole: bool = False) -> str:
+    """Why ``check`` refuses an experiment with these techniques; empty: it does not. ``whole``: no technique will be
+    added."""
     try:
+        if whole:
+            check_places(point[0])
         check_techniques(*point)
     except Incompatible as why:
         return str(why)
@@ -152,7 +155,7 @@ def batches(e: Experiment, free: bool) -> list[int]:
 def sub_clusters(cluster: Cluster, free: bool) -> list[Cluster]:
     """The cluster, and when cost counts its halves down to one device."""
     out = [cluster]
-    while free and out[-1].size > 1:
+    while free and not cluster.parts and out[-1].size > 1:
         last = out[-1]
         if last.nodes > 1:
             out.append(last.model_copy(update={"nodes": last.nodes // 2}))

@@ -6,7 +6,7 @@ Units are SI throughout: FLOP/s, bytes, bytes/s, seconds, watts, dollars per hou
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -238,22 +238,45 @@ class Device(BaseModel):
 
 
 class Cluster(BaseModel):
-    """``nodes`` × ``devices_per_node`` equal devices. Written ``8xa800-80g`` or ``4x8xa100-80g-sxm``."""
+    """``nodes`` × ``devices_per_node`` equal devices, written ``8xa800-80g`` or ``4x8xa100-80g-sxm``; or several such
+    parts, ``2x8xa100-80g-sxm+1x8xrtx4090``, where every pipeline stage lies in one of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: Device
     devices_per_node: int = Field(default=1, ge=1)
     nodes: int = Field(default=1, ge=1)
+    parts: tuple[Cluster, ...] = ()
+    """All parts in the order of their ranks, where devices differ; the fields above are then the first one's."""
 
     @property
     def size(self) -> int:
         """Number of devices."""
-        return self.nodes * self.devices_per_node
+        return sum(part.size for part in self.parts) or self.nodes * self.devices_per_node
+
+    def part(self, rank: int) -> Cluster:
+        """The part that a rank's device is in; a cluster of equal devices is its only part."""
+        for part in self.parts:
+            if rank < part.size:
+                return part
+            rank -= part.size
+        return self
+
+    def places(self, stages: int) -> list[Cluster]:
+        """The part that each of a pipeline's stages lies in."""
+        return [self.part(stage * self.size // stages) for stage in range(stages)]
+
+    @property
+    def between(self) -> Cluster:
+        """What messages between parts pass: two nodes of the part with the slowest network."""
+        slowest = min(self.parts, key=lambda part: part.device.network.bandwidth if part.device.network else 0.0)
+        return Cluster(device=slowest.device, nodes=2)
 
     @property
     def label(self) -> str:
         """The short form, as on the command line."""
+        if self.parts:
+            return "+".join(part.label for part in self.parts)
         if self.nodes > 1:
             return f"{self.nodes}x{self.devices_per_node}x{self.device.name}"
         return self.device.name if self.size == 1 else f"{self.size}x{self.device.name}"

@@ -18,8 +18,8 @@ def as_tuple(value: Any) -> Any:
 
 
 Unrolling = Literal["tiling", "two_dimensional", "flexible"]
-"""What the multipliers of an array compute at a time: many inputs of many outputs, many positions of one output, or what
-suits the product best."""
+"""What the multipliers of an array compute at a time: many inputs of many outputs, many positions of one output, or
+what suits the product best."""
 
 
 class _Constants(BaseModel):

@@ -206,6 +206,7 @@ def check(e: Experiment) -> list[Technique]:
     Raises :class:`Incompatible` with the reason and the fix.
     """
     techniques = techniques_of(e.plan)
+    check_places(e)
     check_techniques(e, techniques)
     return techniques
 
@@ -307,6 +308,20 @@ def _check_sides(e: Experiment) -> None:
     if e.is_training and e.training.separates_documents:
         raise Incompatible(f"{m.name} has an encoder and a decoder: its examples are pairs, one in a row, which are not"
                            " packed", "leave document_mask out, or give packing=false (--no-packing)")  # fmt: skip
+
+
+def check_places(e: Experiment) -> None:
+    """Unequal devices train as stages of one pipeline, each in one part of the cluster. A plan may be incomplete for
+    :func:`check_techniques`, and so without its pipeline; not for this."""
+    label, sizes = e.cluster.label, [part.size for part in e.cluster.parts]
+    if sizes and not e.is_training:
+        raise Incompatible(f"{label} has unequal devices, which only train together", "name one of its parts")
+    each = e.world // e.parallel.get("pp", 1)
+    if any(size % each for size in sizes):
+        raise Incompatible(
+            f"stages of {each} devices do not lie in parts of {' and '.join(map(str, sizes))}, whose devices differ",
+            f"use pipeline:degree={e.world // math.gcd(*sizes)} or a multiple, or let `ridgeline plan` choose",
+        )
 
 
 def _check_workload(e: Experiment) -> None:

@@ -307,7 +307,7 @@ def flexflow() -> Iterator[Claim]:
 
 
 def flexflow_utilization(name: str, net: str) -> float:
-    """Share of the multipliers of device ``flexflow-16x16`` that work on a network under one of figure 15's dataflows."""
+    """Share of the multipliers of class ``flexflow`` that work on a network under one of figure 15's dataflows."""
     array = catalog.architecture("flexflow").gemm["bf16"].array
     found = published.FLEXFLOW_LAYERS[net]
     side = published.FLEXFLOW_SIDE.get(net, 6)

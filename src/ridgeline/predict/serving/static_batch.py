@@ -52,7 +52,7 @@ def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
         "tokens_per_s": metric(produced / total, "tokens/s", "higher", source),
         "tokens_per_s_per_device": metric(produced / total / e.world, "tokens/s", "higher", source),
         "mfu": metric(flops / total / peak_flops(cluster.device, prefill.dtype), "", "higher",
-                       peak_note(cluster, prefill.dtype)),
+                       peak_note(peak_flops(cluster.device, prefill.dtype), prefill.dtype)),
     }  # fmt: skip
     if prefill.host_bytes:
         metrics["host_bytes"] = metric(prefill.host_bytes, "bytes", "lower", "graph")

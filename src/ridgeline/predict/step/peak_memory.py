@@ -6,6 +6,7 @@ working copies of weights (gathered, cast) live from first use to their block's 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -108,15 +109,16 @@ def _beside_saved(b: Block) -> tuple[float, float]:
     return forward, max(min(gradients, b.backward_workspace), b.backward_workspace - mlp)
 
 
-def training_peak(g: Graph) -> Peak:
-    """The peak of one training step in steady state (optimizer states exist), on the rank that needs most."""
+def training_peak(g: Graph, ranks: Collection[int] = ()) -> Peak:
+    """The peak of one training step in steady state (optimizer states exist), on the rank that needs most: of a
+    pipeline's ``ranks``, or of all."""
     sizes = {id(b.params): _Sizes(b, g) for b in g.blocks}
     if g.pipeline is None:
         return _Sweep(g, g.blocks, sizes, 1.0, g.accumulation > 1).peak()
     pipe = g.pipeline
     best = Peak({}, "")
     stages = g.cut(pipe.degree * pipe.chunks)
-    for rank in sorted({0, 1, pipe.degree - 1}):
+    for rank in ranks or sorted({0, 1, pipe.degree - 1}):
         own: dict[int, Block] = {}  # chunks of one kind together
         for b in (b for stage in stages[rank :: pipe.degree] for b in stage):
             earlier = own.get(id(b.params))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter
 
@@ -13,7 +14,7 @@ from ridgeline.predict.machine import machine
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.host_work import COPIES, host_time
 from ridgeline.predict.operators.kernel import Timed, op_time, roof_seconds
-from ridgeline.predict.step.in_step import ALONE, FETCH, InStepFactors
+from ridgeline.predict.step.in_step import ALONE, FETCH, InStepFactors, training_factors
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.result import Row
 
@@ -149,8 +150,10 @@ def timed_of(op: Op, cluster: Cluster) -> Timed:
     return timed
 
 
-def block_times(b: Block, cluster: Cluster, factors: InStepFactors = ALONE) -> BlockTimes:
-    """Time a block at the given factors."""
+def block_times(
+    b: Block, cluster: Cluster, factors: InStepFactors = ALONE, between: Cluster | None = None
+) -> BlockTimes:
+    """Time a block at the given factors. ``between``: what its exchanges with other stages pass, if not ``cluster``."""
     t = BlockTimes(b)
     t.forward, t.forward_inline, t.weight = in_direction(b.forward, cluster, factors)
     t.backward, t.backward_inline, t.weight = in_direction(b.backward, cluster, factors)
@@ -166,8 +169,12 @@ def block_times(b: Block, cluster: Cluster, factors: InStepFactors = ALONE) -> B
                 t.dispatch += host - gpu
     for name in ("gather_forward", "gather_backward", "reduce", "store"):
         ops: list[Op] = getattr(b, name)
-        setattr(t, name, [(COPIES.get(o.kind, "link"), seconds_of(o, cluster)) for o in ops])
+        setattr(t, name, [(COPIES.get(o.kind, "link"), seconds_of(o, _where(o, cluster, between))) for o in ops])
     return t
+
+
+def _where(op: Op, cluster: Cluster, between: Cluster | None) -> Cluster:
+    return between if between is not None and op.axis == "pp" else cluster
 
 
 def in_direction(ops: list[Op], cluster: Cluster, factors: InStepFactors) -> tuple[float, float, float]:
@@ -307,8 +314,13 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     pipe = g.pipeline
     assert pipe is not None
     ranks, chunks = pipe.degree, pipe.chunks
-    known = {id(b.params): block_times(b, cluster, factors) for b in g.blocks}
-    stages = [[(known[id(b.params)], b.repeat) for b in stage] for stage in g.cut(ranks * chunks)]
+    places = cluster.places(ranks)
+    factors_of = {id(part): training_factors(part, g.fused) if cluster.parts else factors for part in places}
+    between = cluster.between if cluster.parts else None
+    known = {(id(b.params), id(part)): block_times(b, part, factors_of[id(part)], between) for part in _apart(places)
+             for b in g.blocks}  # fmt: skip
+    stages = [[(known[id(b.params), id(places[i % ranks])], b.repeat) for b in stage]
+              for i, stage in enumerate(g.cut(ranks * chunks))]  # fmt: skip
     forward, backward, weight = [], [], []
     exposed = communication = slowed = inline = waited = 0.0
     for stage in stages:
@@ -326,13 +338,14 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
             communication += n * (held + sum(x for _, x in (*t.gather_forward, *t.gather_backward)))
             waited += n * t.dispatch
     each = g.accumulation / ranks
-    send = collective_time(pipe.send, cluster).seconds if pipe.send else 0.0
+    hops = [*_apart(places), between] if between else [cluster]
+    send = max(collective_time(pipe.send, hop).seconds for hop in hops) if pipe.send else 0.0
     if pipe.waits:  # a transfer is part of what every stage does
-        last = len(forward) - 1
-        forward = [f + (send if i < last else 0.0) for i, f in enumerate(forward)]
+        cuts = len(forward) - 1
+        forward = [f + (send if i < cuts else 0.0) for i, f in enumerate(forward)]
         backward = [b + (send if i else 0.0) for i, b in enumerate(backward)]
-        exposed += 2 * last * send
-        communication += 2 * last * send
+        exposed += 2 * cuts * send
+        communication += 2 * cuts * send
         send = 0.0
     timeline = run_schedule(
         pipe.schedule, ranks, g.accumulation, tuple(forward), tuple(backward), tuple(weight), send, chunks, record
@@ -356,13 +369,19 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
                 s.events.append(StreamEvent(f"{action.kind}{action.micro}", f"stage {r}", start, took, phase))
     for name in s.clocks:
         s.clocks[name] = end
-    _finish(s, g, cluster, update, factors)
+    last = max(_apart(places), key=lambda part: sum(seconds_of(op, part, factors_of[id(part)]) for op in update))
+    _finish(s, g, last, update, factors_of[id(last)])
     finish = max(s.clocks.values())
     s.exposed += finish - s.compute
     exposed = exposed * each + tails[slowest] + s.exposed
     communication = communication * each + sent + s.communication
     bubble = max(0.0, timeline.ends[slowest] - busy)
     return TimedStep(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each)
+
+
+def _apart(places: list[Cluster]) -> list[Cluster]:
+    """The different ones, in order."""
+    return list({id(part): part for part in places}.values())
 
 
 def _late(parts: list[tuple[str, float]], compute: float) -> float:
@@ -374,6 +393,25 @@ def _label(b: Block, i: int) -> str:
     return f"{b.name}.{i}" if b.repeat > 1 else b.name
 
 
+def _placed(g: Graph, cluster: Cluster) -> Iterator[tuple[Op, float, Cluster]]:
+    """Every operator of a step, how often it runs on the mean rank, and where."""
+    if not cluster.parts:
+        yield from ((op, n, cluster) for op, n in step_ops(g))
+        return
+    assert g.pipeline is not None
+    ranks = g.pipeline.degree
+    places = cluster.places(ranks)
+    stages = g.cut(ranks * g.pipeline.chunks)
+    between = cluster.between
+    for part in _apart(places):
+        blocks = [b for i, stage in enumerate(stages) if places[i % ranks] is part for b in stage]
+        alone = replace(g, blocks=blocks, update=[], after_update=[], pipeline=replace(g.pipeline, send=None))
+        yield from ((op, n, _where(op, part, between)) for op, n in step_ops(alone))
+        share = sum(p is part for p in places) / ranks
+        yield from ((op, share, part) for op in (*g.update, *g.after_update))
+    yield from ((op, n, between) for op, n in step_ops(replace(g, blocks=[], update=[], after_update=[])))
+
+
 _ROWS = TypeAdapter(list[Row])
 
 
@@ -382,14 +420,14 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
 
     With a pipeline the rows are the mean over its ranks.
     """
-    device = cluster.device
     sums: dict[tuple[str, str, str, str], list[float]] = {}
     timed: dict[tuple[str, str, str, str], Timed] = {}
-    for op, count in step_ops(g):
+    for op, count, part in _placed(g, cluster):
         key = (op.phase, op.module, op.name, op.kind)
-        timed[key] = timed_of(op, cluster)
+        timed[key] = timed_of(op, part)
         n = count * times
-        seconds, roof = seconds_of(op, cluster, factors), 0.0 if op.axis else roof_seconds(op, device)
+        here = training_factors(part, g.fused) if cluster.parts else factors
+        seconds, roof = seconds_of(op, part, here), 0.0 if op.axis else roof_seconds(op, part.device)
         old = sums.get(key)
         if old is None:
             sums[key] = [seconds * n, n, op.flops * n, op.bytes * n, op.link_bytes * n, roof * n]

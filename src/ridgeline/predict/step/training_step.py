@@ -56,18 +56,19 @@ def predict_training(e: Experiment, techniques: list[Technique]) -> Result:
     update = update_ops(g, e)
     step, delay = timed(g, update, cluster)
     seconds = step.seconds + delay
-    peak = with_overheads(training_peak(g), e)
+    tight, peak = tightest(g, e, cluster)
     tokens = e.batch_size * e.training.seq_len
     each = g.accumulation / g.stages / seconds
-    dtype_peak = peak_flops(cluster.device, g.dtype)
+    parts = cluster.parts or (cluster,)
+    dtype_peak = sum(part.size * peak_flops(part.device, g.dtype) for part in parts) / cluster.size
     source = source_of(cluster)
     metrics = {
         "tokens_per_s": metric(tokens / seconds, "tokens/s", "higher", source),
         "tokens_per_s_per_device": metric(tokens / seconds / e.world, "tokens/s", "higher", source),
         "step_time_s": metric(seconds, "s", "lower", source),
         "tokens_per_step": metric(tokens, "tokens", "", "workload"),
-        "mfu": metric(g.model_flops * each / dtype_peak, "", "higher", peak_note(cluster, g.dtype)),
-        "hfu": metric(g.flops * g.passes * each / dtype_peak, "", "higher", peak_note(cluster, g.dtype)),
+        "mfu": metric(g.model_flops * each / dtype_peak, "", "higher", peak_note(dtype_peak, g.dtype)),
+        "hfu": metric(g.flops * g.passes * each / dtype_peak, "", "higher", peak_note(dtype_peak, g.dtype)),
         "exposed_communication_s": metric(step.exposed, "s", "lower", source),
         "hidden_communication_s": metric(step.hidden, "s", "", source),
         "bubble_s": metric(step.bubble, "s", "lower", source),
@@ -76,7 +77,7 @@ def predict_training(e: Experiment, techniques: list[Technique]) -> Result:
     }
     if g.host_bytes:
         metrics["host_bytes"] = metric(g.host_bytes, "bytes", "lower", "graph")
-    result = assemble(e, metrics, peak, cluster)
+    result = assemble(e, metrics, peak, tight)
     if short := beyond_host(g, cluster):
         result.status, result.reason = "infeasible", "; ".join(filter(None, (result.reason, short)))
     result.breakdown = breakdown(g, cluster, factors=training_factors(cluster, g.fused))
@@ -85,6 +86,20 @@ def predict_training(e: Experiment, techniques: list[Technique]) -> Result:
     sent = sorted(traffic(g).items())
     result.traffic = [Traffic(kind=k, ranks=n, calls=calls, bytes=size) for (k, n), (calls, size) in sent]
     return result
+
+
+def tightest(g: Graph, e: Experiment, cluster: Cluster) -> tuple[Cluster, Peak]:
+    """The part of the cluster whose memory is filled most, and the peak of the rank there that needs most."""
+    if not cluster.parts:
+        return cluster, with_overheads(training_peak(g), e)
+    assert g.pipeline is not None
+    places = cluster.places(g.pipeline.degree)
+    found = []
+    for part in {id(p): p for p in places}.values():
+        peak = with_overheads(training_peak(g, [r for r, p in enumerate(places) if p is part]), e)
+        found.append(((peak.total + part.device.reserved_bytes) / part.device.memory_bytes, part, peak))
+    _, part, peak = max(found, key=lambda one: one[0])
+    return part, peak
 
 
 def with_overheads(peak: Peak, e: Experiment) -> Peak:

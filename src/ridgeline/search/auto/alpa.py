@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ridgeline.graph import Graph, training_graph
 from ridgeline.graph.graph import even
-from ridgeline.predict.common import rewritten
+from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.search.auto.costs import CostTable, Part, cost_table
 from ridgeline.search.auto.inter import best_cut
 from ridgeline.search.auto.intra import Node, best_strategies
@@ -44,7 +44,8 @@ class Refiner:
     point: Point
     """The preset as a point."""
     experiment: Experiment
-    table: CostTable
+    tables: list[CostTable]
+    """By pipeline stage; the same one for stages on equal devices."""
     room: float = 1.0
     _known: dict[tuple[object, ...], tuple[float, list[Strategy]]] = field(default_factory=dict)
 
@@ -59,7 +60,8 @@ class Refiner:
         if chunks > 1:
             counts = even(total, stages)
         elif stages > 1:
-            reach = None if total <= 2 * CLUSTERS else REACH
+            unequal = total // stages if e.cluster.parts else REACH
+            reach = None if total <= 2 * CLUSTERS else max(REACH, unequal)
             counts = best_cut(stages, total, e.accumulation, lambda *at: self.stage(stages, *at)[0], reach)
         if counts is None:
             return None
@@ -82,31 +84,26 @@ class Refiner:
         """Seconds of a micro-batch in virtual stage ``k``, and the strategies of its nodes."""
         m = self.experiment.model
         moe = sum(m.is_moe_layer(i) for i in range(start, stop))
-        held = self.table.in_flight(k % (stages // chunks))
-        key = (stop - start, moe, k == 0, k == stages - 1, held)
+        rank = k % (stages // chunks)
+        table = self.tables[rank]
+        held = table.in_flight(rank)
+        key = (stop - start, moe, k == 0, k == stages - 1, held, id(table))
         if key not in self._known:
-            nodes = self._nodes(start, stop, k == 0, k == stages - 1, held)
-            found = best_strategies(nodes, self.table.cut, self.table.join, self.room * self.table.room / chunks)
+            nodes = self._nodes(table, start, stop, k == 0, k == stages - 1, held)
+            found = best_strategies(nodes, table.cut, table.join, self.room * table.room / chunks)
             self._known[key] = (math.inf, []) if found is None else (found.seconds, [*found.strategies])
         return self._known[key]
 
-    def _nodes(self, start: int, stop: int, first: bool, last: bool, held: float) -> list[Node]:
+    def _nodes(self, t: CostTable, start: int, stop: int, first: bool, last: bool, held: float) -> list[Node]:
         m, tied = self.experiment.model, self.experiment.model.tie_embeddings
-        nodes = [self._node([("embed", False)], held, tied)] if first else []
+        nodes = [_node(t, [("embed", False)], held, tied)] if first else []
         at = start
         for n in _groups(stop - start):
             kinds = [m.is_moe_layer(i) for i in range(at, at + n)]
-            nodes.append(self._node([("attention", kind) for kind in kinds], held))
-            nodes.append(replace(self._node([("mlp", kind) for kind in kinds], held), joined=True))
+            nodes.append(_node(t, [("attention", kind) for kind in kinds], held))
+            nodes.append(replace(_node(t, [("mlp", kind) for kind in kinds], held), joined=True))
             at += n
-        return nodes + ([self._node([("head", False)], held, tied)] if last else [])
-
-    def _node(self, parts: list[Part], held: float, tied: bool = False) -> Node:
-        t = self.table
-        allowed = [s for s in t.parts[parts[0]] if not tied or s in DIVIDED]
-        return Node(tuple(
-            (s, sum(t.seconds(p, s) for p in parts), sum(t.bytes_of(p, s, held) for p in parts)) for s in allowed
-        ))  # fmt: skip
+        return nodes + ([_node(t, [("head", False)], held, tied)] if last else [])
 
     def _spread(self, strategies: list[Strategy], layers: int, first: bool, last: bool) -> Stage:
         """The strategies of single layers from those of groups."""
@@ -114,6 +111,13 @@ class Refiner:
         inner = strategies[1 if first else 0 : len(strategies) - (1 if last else 0)]
         pairs = [(inner[2 * i], inner[2 * i + 1]) for i, n in enumerate(_groups(layers)) for _ in range(n)]
         return ends[0], pairs, ends[1]
+
+
+def _node(t: CostTable, parts: list[Part], held: float, tied: bool = False) -> Node:
+    allowed = [s for s in t.parts[parts[0]] if not tied or s in DIVIDED]
+    return Node(tuple(
+        (s, sum(t.seconds(p, s) for p in parts), sum(t.bytes_of(p, s, held) for p in parts)) for s in allowed
+    ))  # fmt: skip
 
 
 def _groups(layers: int) -> list[int]:
@@ -125,7 +129,7 @@ def refiner(point: Point, base: Experiment) -> Refiner | None:
     plain = replace(point, sharding=None, layers=None)
     e, techniques = plain.experiment(base)
     shard, split = sharder(plain.preset), splitter(plain.preset)
-    if refusal((e, techniques)) or not (shard or split):
+    if refusal((e, techniques), whole=True) or not (shard or split):
         return None
 
     def graph_of(strategy: Strategy) -> Graph:
@@ -140,7 +144,9 @@ def refiner(point: Point, base: Experiment) -> Refiner | None:
             uniform = replace(uniform, embed="reduce", head="reduce")
         if not refusal(replace(plain, sharding=uniform).experiment(base)):
             allowed.append(s)
-    return Refiner(plain, e, cost_table(e, graph_of, allowed))
+    places = rank_cluster(e).places(e.parallel.get("pp", 1))
+    tables = {id(part): cost_table(e, graph_of, allowed, part) for part in places}
+    return Refiner(plain, e, [tables[id(part)] for part in places])
 
 
 def refine(presets: list[Tried], simulator: Simulator, step: Callable[[int, int], None]) -> None:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from ridgeline.graph import Graph
 from ridgeline.graph.graph import Block, Op
 from ridgeline.graph.schedule import in_flight
-from ridgeline.predict.common import rank_cluster
 from ridgeline.predict.step.in_step import InStepFactors, training_factors
 from ridgeline.predict.step.peak_memory import training_peak
 from ridgeline.predict.step.streams import in_direction, seconds_of
@@ -71,9 +70,10 @@ class CostTable:
         return c.held + held * c.saved
 
 
-def cost_table(e: Experiment, graph_of: Callable[[Strategy], Graph], strategies: Iterable[Strategy]) -> CostTable:
-    """The table from a closed graph for each strategy, with it everywhere."""
-    cluster = rank_cluster(e)
+def cost_table(
+    e: Experiment, graph_of: Callable[[Strategy], Graph], strategies: Iterable[Strategy], cluster: Cluster
+) -> CostTable:
+    """The table of a cluster's devices from a closed graph for each strategy, with it everywhere."""
     parts: dict[Part, dict[Strategy, PartCost]] = {}
     room = cluster.device.memory_bytes
     stream = 0.0

@@ -125,7 +125,11 @@ class Simulator:
     def _predicted(self, point: Point, e: Experiment, techniques: list[Technique]) -> tuple[float, bool]:
         divides = e.world % math.prod(e.parallel.values()) == 0
         # Gradients are reduced exactly where there are several data-parallel ranks.
-        if not divides or splits_batch(tuple(techniques)) != (e.gradient_ranks > 1) or refusal((e, techniques)):
+        if (
+            not divides
+            or splits_batch(tuple(techniques)) != (e.gradient_ranks > 1)
+            or refusal((e, techniques), whole=True)
+        ):
             return math.inf, False
         found = quick(e, techniques, always=True, prepared=self._prepared(point, e, techniques))
         self.calls += 1

@@ -223,7 +223,7 @@ def _stay(running: Experiment, cluster: Cluster) -> tuple[float | None, str]:
     techniques = techniques_of(there.plan)
     if there.world % (ranks := math.prod(there.parallel.values())):
         return None, f"{there.world} devices do not split into groups of its {ranks} model-parallel ranks"
-    if why := refusal((there, techniques)):
+    if why := refusal((there, techniques), whole=True):
         return None, why.splitlines()[0]
     found = quick(there, techniques, always=True)
     if not found.fits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -64,13 +65,14 @@ class PipelineParallel(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Powers of two with 1f1b, zero_bubble, and two or four chunks where there are enough layers.
+        """Powers of two (on unequal devices: as many stages as lie in one part of the cluster each) with 1f1b,
+        zero_bubble, and two or four chunks where there are enough layers.
 
         gpipe has the same bubble as 1f1b and needs more memory, so it is never worth trying.
         """
         layers = e.model.num_layers + e.model.encoder_layers
         out: list[Technique] = []
-        for n in degrees(e, layers):
+        for n in _degrees(e, layers):
             out += [cls(degree=n, schedule="1f1b"), cls(degree=n, schedule="zero_bubble")]
             out += [cls(degree=n, schedule="interleaved", chunks=c) for c in (2, 4) if n * c <= layers]
         return out
@@ -203,6 +205,13 @@ class PipelineParallel(Technique):
         ends = list(accumulate(counts))
         parts = [list(range(end - n, end)) for n, end in zip(counts, ends, strict=True)]
         PipelineRuntime(run, self.schedule, parts, self.chunks)
+
+
+def _degrees(e: Experiment, layers: int) -> list[int]:
+    if not e.cluster.parts:
+        return degrees(e, layers)
+    most = math.gcd(*(part.size for part in e.cluster.parts))
+    return [e.world // each for each in range(most, 0, -1) if most % each == 0 and e.world // each <= layers]
 
 
 def _sum_tied(g: Graph, degree: int, stride: int) -> None:
