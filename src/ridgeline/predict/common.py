@@ -7,9 +7,8 @@ from typing import Literal
 
 from ridgeline.graph import Graph
 from ridgeline.predict.machine import machine
-from ridgeline.predict.operators.kernel import peak_flops
 from ridgeline.predict.step.peak_memory import Peak
-from ridgeline.spec.device import Cluster, Device
+from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Memory, Metric, Result
 from ridgeline.techniques.technique import Technique

@@ -338,7 +338,7 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
             communication += n * (held + sum(x for _, x in (*t.gather_forward, *t.gather_backward)))
             waited += n * t.dispatch
     each = g.accumulation / ranks
-    hops = [*_apart(places), between] if between else [cluster]
+    hops = [*_apart(places), between] if between else [cluster]  # the slowest of all hops stands for each
     send = max(collective_time(pipe.send, hop).seconds for hop in hops) if pipe.send else 0.0
     if pipe.waits:  # a transfer is part of what every stage does
         cuts = len(forward) - 1
