@@ -37,7 +37,7 @@ def test_equal_parts_are_predicted_as_one_cluster():
     plan = ("pipeline:degree=2,schedule=1f1b", "zero:stage=1")
     whole, parts = (predict(training(on, *plan)) for on in ("2x8xa100-80g-sxm", "8xa100-80g-sxm+8xa100-80g-sxm"))
     for name, m in whole.metrics.items():
-        assert parts.metrics[name].value == pytest.approx(m.value, rel=2e-3), name
+        assert parts.metrics[name].value == pytest.approx(m.value, rel=2e-3, abs=1e-4), name
     seconds = [{(r.phase, r.operator): r.seconds for r in result.breakdown} for result in (whole, parts)]
     assert seconds[0].keys() == seconds[1].keys()
     for key, s in seconds[0].items():
