@@ -10,7 +10,7 @@ from ridgeline.predict.operators.collective_time import collective_time, path
 from ridgeline.predict.operators.kernel import op_time, roof_seconds
 from ridgeline.predict.predict import predict
 from ridgeline.predict.step.peak_memory import training_peak
-from ridgeline.predict.step.streams import simulate
+from ridgeline.predict.step.streams import shared_cores, simulate
 from ridgeline.spec.device import Cluster, Device, Link, Rate
 from ridgeline.spec.efficiency import CollectiveConstants, Efficiency
 from ridgeline.techniques.registry import check
@@ -303,3 +303,14 @@ def test_a_stage_updates_its_own_parameters():
     whole, part = moved("a100"), moved("4xa100", "pipeline:degree=4")
     assert whole
     assert part == {name: pytest.approx(size / 4) for name, size in whole.items()}
+
+
+def test_cores_that_ranks_share_work_for_those_that_do_not_wait():
+    """Four stages of 2 s take turns: on four cores 8 s; on two, where each alone is twice as fast, 4 s."""
+    assert shared_cores([2.0] * 4, 8.0, 2.0) == 0.5
+    assert shared_cores([7.0, 8.0, 8.0, 7.0], 10.0, 2.0) == 0.75, "both cores are busy all the time"
+    assert shared_cores([2.0] * 4, 8.0, 1.0) == 1.0
+    two_cores = Device(
+        name="d", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=1e9, memory_bandwidth=1e10, sm_count=2
+    )
+    assert [two_cores.shared_by(n).per_core for n in (1, 2, 4)] == [1.0, 1.0, 2.0]

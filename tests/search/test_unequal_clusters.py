@@ -41,7 +41,7 @@ def test_equal_parts_are_predicted_as_one_cluster():
     seconds = [{(r.phase, r.operator): r.seconds for r in result.breakdown} for result in (whole, parts)]
     assert seconds[0].keys() == seconds[1].keys()
     for key, s in seconds[0].items():
-        assert seconds[1][key] == pytest.approx(s, rel=0.01, abs=1e-5), key
+        assert seconds[1][key] == pytest.approx(s, rel=0.01, abs=1e-4), key
 
 
 def test_each_stage_takes_as_long_as_its_devices():

@@ -164,6 +164,8 @@ class Device(BaseModel):
     than alone (negative seconds); where they outgrow them, every operator starts in cold ones."""
     kernel_latency: list[list[float]] = Field(default_factory=list)
     """The same where all layers of a decode step are one kernel, which saves what operators cost by themselves."""
+    per_core: float = 1.0
+    """Processes per core, of a CPU that more of them share than it has cores (:meth:`shared_by`)."""
     training_only: bool = False
     """Whether a probe measured what training needs and left out inference."""
     efficiency: Efficiency | None = None
@@ -230,6 +232,7 @@ class Device(BaseModel):
                 "memory_bandwidth": self.memory_bandwidth / ranks,
                 "memory_bytes": self.memory_bytes / ranks,
                 "sm_count": max(1, self.sm_count // ranks),
+                "per_core": max(1.0, ranks / self.sm_count) if self.sm_count else 1.0,
                 "rates": {**scaled, **measured},
                 "ranks": {},
                 "host_latency": {**self.host_latency, "1": self.host_latency.get(str(ranks), self.extra_latency)},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter
@@ -350,6 +350,8 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     timeline = run_schedule(
         pipe.schedule, ranks, g.accumulation, tuple(forward), tuple(backward), tuple(weight), send, chunks, record
     )
+    shrink = shared_cores(timeline.busy, max(timeline.ends), cluster.device.per_core)
+    ends = [end * shrink for end in timeline.ends]
     s = _streams(cluster, record)
     tails, sent = [], 0.0
     for r in range(ranks):
@@ -358,15 +360,16 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
         window = sum(n * t.backward for t, n in own) - max(t.backward for t, n in own)
         tails.append(total if not g.overlap_reduce else max(total - window, total / max(1, sum(n for _, n in own))))
         sent += total / ranks
-    slowest = max(range(ranks), key=lambda r: timeline.ends[r] + tails[r])
-    end = timeline.ends[slowest] + tails[slowest]
+    slowest = max(range(ranks), key=lambda r: ends[r] + tails[r])
+    end = ends[slowest] + tails[slowest]
     busy = sum(timeline.busy) / ranks
     if record:
         for r, plan in enumerate(timeline.starts):
             for action, start in plan:
                 took = {"F": forward, "B": backward, "W": weight}[action.kind][action.stage]
                 phase = "forward" if action.kind == "F" else "backward"
-                s.events.append(StreamEvent(f"{action.kind}{action.micro}", f"stage {r}", start, took, phase))
+                name = f"{action.kind}{action.micro}"
+                s.events.append(StreamEvent(name, f"stage {r}", start * shrink, took * shrink, phase))
     for name in s.clocks:
         s.clocks[name] = end
     last = max(_apart(places), key=lambda part: sum(seconds_of(op, part, factors_of[id(part)]) for op in update))
@@ -375,8 +378,14 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     s.exposed += finish - s.compute
     exposed = exposed * each + tails[slowest] + s.exposed
     communication = communication * each + sent + s.communication
-    bubble = max(0.0, timeline.ends[slowest] - busy)
+    bubble = max(0.0, ends[slowest] - busy)
     return TimedStep(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each)
+
+
+def shared_cores(busy: Sequence[float], seconds: float, per_core: float) -> float:
+    """Factor on a schedule's times where ``per_core`` ranks share a core, which works for the others while one waits: no
+    core idles while there is work, and a rank alone is ``per_core`` times as fast."""
+    return max(sum(busy) / len(busy) / seconds, 1.0 / per_core) if seconds and per_core > 1 else 1.0
 
 
 def _apart(places: list[Cluster]) -> list[Cluster]:
