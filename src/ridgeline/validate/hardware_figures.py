@@ -6,6 +6,8 @@ read off, within 2 points). DFX: Hong et al., MICRO 2022, arXiv:2209.10797. NLP-
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ridgeline.predict.operators.unrolled import Layer
 
 INPUTS = (256, 512, 1024, 2048)
@@ -28,6 +30,36 @@ THROUGHPUT = (
 OVERHEAD = 6 * 21e-6 + 12e-6 + 2 * 45e-6 + 45e-6
 """Seconds that LLMCompass adds to every layer of every pass: PyTorch's kernels on an A100 at size 1 (six products, a
 softmax, two norms, an activation)."""
+
+
+class CoreFigure(NamedTuple):
+    """A chip of LLMCompass's figure 7."""
+
+    shape: tuple[int, int, int, int, int]
+    """Cores, lanes, side of the array, width of the vector unit, KB of local buffer."""
+    area: float
+    """Relative to GA100, as the next two."""
+    prefill: float
+    decode: float
+
+
+CORES = {
+    "A": CoreFigure((128, 4, 8, 8, 192), 0.575, 3.265, 1.008),
+    "C": CoreFigure((128, 1, 32, 128, 192), 1.000, 1.020, 1.001),
+    "D": CoreFigure((32, 1, 64, 512, 768), 0.960, 1.019, 1.001),
+    "E": CoreFigure((8, 1, 128, 2048, 3072), 0.923, 1.102, 1.019),
+}
+"""LLMCompass, figure 7, from the vector graphics of its repository (ae/expected_results)."""
+BANDWIDTHS = {
+    400: (1.422, 3.452), 800: (1.148, 1.920), 1200: (1.063, 1.409), 1600: (1.025, 1.153), 2400: (0.985, 0.898),
+    2800: (0.974, 0.826), 3200: (0.967, 0.771),
+}  # fmt: skip
+"""The same of figure 8: GB/s: latency of prefill and decode relative to 2000 GB/s."""
+BUFFERS = {
+    64: (0.946, 1.186, 1.006), 128: (0.960, 1.072, 1.004), 256: (1.026, 1.001, 1.001), 512: (1.105, 0.998, 1.001),
+    1024: (1.288, 0.998, 1.001),
+}  # fmt: skip
+"""The same of figure 9: KB of local buffer: area, latency of prefill and decode relative to 192."""
 AREAS = {"ga100": 826.0, "llmcompass-latency": 478.0, "llmcompass-throughput": 787.0}
 """LLMCompass, table IV: die area in mm²."""
 DIE_DOLLARS = {"ga100": 151.0, "llmcompass-latency": 80.0, "llmcompass-throughput": 142.0}

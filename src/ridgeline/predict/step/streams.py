@@ -383,8 +383,8 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
 
 
 def shared_cores(busy: Sequence[float], seconds: float, per_core: float) -> float:
-    """Factor on a schedule's times where ``per_core`` ranks share a core, which works for the others while one waits: no
-    core idles while there is work, and a rank alone is ``per_core`` times as fast."""
+    """Factor on a schedule's times where ``per_core`` ranks share a core, which works for the others while one waits:
+    no core idles while there is work, and a rank alone is ``per_core`` times as fast."""
     return max(sum(busy) / len(busy) / seconds, 1.0 / per_core) if seconds and per_core > 1 else 1.0
 
 
