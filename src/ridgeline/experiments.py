@@ -31,7 +31,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ridgeline import catalog
 from ridgeline.predict.settle import settled
-from ridgeline.spec.device import Cluster
+from ridgeline.report.files import write_atomic
+from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -232,8 +233,29 @@ def _named(table: dict[str, Any], name: str, entry: Any, where: str) -> Experime
     return _one(table, entry, on, name, spot)
 
 
-def to_toml(e: Experiment) -> str:
-    """A file that :func:`load` reads back to the same experiment."""
+def save(e: Experiment, path: Path) -> Path:
+    """Write a file that :func:`load` reads back to the same experiment, and beside it one for every device that the
+    catalog does not know."""
+    on = []
+    for part in e.cluster.parts or (e.cluster,):
+        name, label = part.device.name, part.label
+        if not _known(part.device):
+            file = write_atomic(path.parent / f"{name}.toml", catalog.device_toml(part.device))
+            label = f"{label.removesuffix(name)}{file}"
+        on.append(label)
+    return write_atomic(path, to_toml(e, "+".join(on)))
+
+
+def _known(device: Device) -> bool:
+    try:
+        return catalog.device(device.name) == device
+    except UserError:
+        return False
+
+
+def to_toml(e: Experiment, on: str = "") -> str:
+    """The text of a file that :func:`load` reads back to the same experiment, on devices that are found by name, or in
+    ``on``."""
     known = set(catalog.models())
     model: Any = e.model.name
     if e.model.name not in known or catalog.model(e.model.name) != e.model:
@@ -241,7 +263,7 @@ def to_toml(e: Experiment) -> str:
     table = {
         "name": e.name or e.id,
         "model": model,
-        "on": e.cluster.label,
+        "on": on or e.cluster.label,
         "plan": e.plan.strings(),
         "workload": e.workload.model_dump(exclude_none=True),
     }

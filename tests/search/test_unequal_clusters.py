@@ -87,3 +87,12 @@ def test_the_cut_is_the_best_of_all():
     assert simulator.seconds(found) == pytest.approx(best)
     cut = found.cut(made.experiment)
     assert sum(cut[:2]) > sum(cut[2:]), "the faster devices take more layers"
+
+
+def test_a_saved_plan_finds_its_devices_again(tmp_path):
+    slow = catalog.device("a100-80g-sxm").model_copy(update={"name": "slow", "peak_flops": {"bf16": 1e14}})
+    (tmp_path / "slow.toml").write_text(catalog.device_toml(slow), encoding="utf-8")
+    e = training(f"8xa100-80g-sxm+8x{tmp_path}/slow.toml", "pipeline:degree=2,layers=17+7")
+    again = experiments.load(experiments.save(e, tmp_path / "plan" / "found.toml"))
+    assert again.cluster == e.cluster
+    assert again.plan == e.plan

@@ -64,4 +64,4 @@ def plan_again(
 
 
 def _folder(model: str, on: str) -> Path:
-    return Path("runs") / f"plan-{model.replace('/', '-')}-{on}"
+    return Path("runs") / f"plan-{model.replace('/', '-')}-{on.replace('+', '-')}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ridgeline.experiments import to_toml
-from ridgeline.report.files import write_atomic
+from ridgeline.experiments import save, to_toml
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import NONE, metric, percent, size
 from ridgeline.search.found import ALIKE, Answer, Tried
@@ -113,7 +112,7 @@ def _counts(a: Answer) -> str:
 def write_plans(a: Answer, folder: Path) -> list[Path]:
     """One runnable experiment file per answer, best first."""
     named = [t.experiment.model_copy(update={"name": f"plan-{i}"}) for i, t in enumerate(a.best, 1)]
-    return [write_atomic(folder / f"{e.name}.toml", to_toml(e)) for e in named]
+    return [save(e, folder / f"{e.name}.toml") for e in named]
 
 
 def as_dict(a: Answer, reasons: list[WhyNot], ways: list[Relaxation], miss: tuple[Tried, str] | None) -> dict[str, Any]:

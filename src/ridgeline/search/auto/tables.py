@@ -6,8 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ridgeline.experiments import to_toml
-from ridgeline.report.files import write_atomic
+from ridgeline.experiments import save, to_toml
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import NONE, metric, percent, size
 from ridgeline.search.auto.auto_parallel import AutoParallel
@@ -126,4 +125,4 @@ def as_dict(a: AutoParallel, q: Question) -> dict[str, Any]:
 def write_plan(a: AutoParallel, folder: Path) -> Path:
     """A runnable experiment file."""
     named = a.experiment.model_copy(update={"name": a.method})
-    return write_atomic(folder / f"{a.method}.toml", to_toml(named))
+    return save(named, folder / f"{a.method}.toml")
