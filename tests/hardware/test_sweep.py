@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from ridgeline import catalog, experiments
 from ridgeline.catalog import chips
 from ridgeline.cli.base import app
-from ridgeline.hardware.area import total_mm2
+from ridgeline.hardware.area import edge_mm, total_mm2
 from ridgeline.hardware.device import chip_device
 from ridgeline.predict import predict
 from ridgeline.search import design_tables
@@ -103,6 +103,9 @@ def test_power_price_and_edge_drop_designs(tmp_path):
     assert all(d.watts <= 300 and d.cost.total <= 510 for d in found.designs if not d.dropped)
     narrow = SPACE.replace("cores = [27, 54, 108]", "cores = [8]")
     assert sweep(space(tmp_path, narrow), generation(), chips.prices("2023-10")).dropped["edge"]
+    tight = sweep(space(tmp_path, SPACE + "edge_mm = 60\n"), generation(), chips.prices("2023-10"))
+    assert all(edge_mm(d.chip) <= 60 for d in tight.designs if not d.dropped)
+    assert tight.dropped["edge"]
 
 
 def test_a_model_that_does_not_fit_is_dropped(tmp_path):

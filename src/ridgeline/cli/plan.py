@@ -87,11 +87,12 @@ def plan(
     goal = goal or "throughput"
     cluster = catalog.cluster(on)
     fields = workload_fields(model, task, given)
-    if task in ("pretrain", "finetune"):  # throughput needs one batch size for all layouts
+    trains = task in ("pretrain", "finetune")
+    if trains:  # throughput needs one batch size for all layouts
         fields.setdefault("batch_size", 4 * cluster.size)
-    e = experiments.make(model, on, fields, [])
+    e = experiments.make(model, cluster.parts[0] if cluster.parts and trains else cluster, fields, [])
     question = Question(
-        e.model, e.cluster, e.workload, goal, parse_slo(slo or []), experiments.plan_of(with_ or [], "--with"),
+        e.model, cluster, e.workload, goal, parse_slo(slo or []), experiments.plan_of(with_ or [], "--with"),
         frozenset(allow or ()), frozenset(only or ()), frozenset(forbid or ()),
         free_batch=task == "generate" and "batch_size" not in fields, free_micro_batch="micro_batch_size" not in fields,
     )  # fmt: skip
@@ -105,7 +106,7 @@ def plan(
     reasons, miss, ways = why_not(answer), None, []
     if not answer.best:
         miss, ways = closest_miss(answer), relaxations(answer)
-    folder = out or Path("runs") / f"plan-{e.model.name.replace('/', '-')}-{cluster.label}-{goal}"
+    folder = out or Path("runs") / f"plan-{e.model.name.replace('/', '-')}-{cluster.label.replace('+', '-')}-{goal}"
     files = answer_tables.write_plans(answer, folder)
     if json:
         print(js.dumps(answer_tables.as_dict(answer, reasons, ways, miss)))

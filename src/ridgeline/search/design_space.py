@@ -26,7 +26,7 @@ from ridgeline.spec.chip import Chip
 from ridgeline.spec.errors import UserError, unknown
 
 _TOP = ("base", "vary", "limit")
-STATIC = ("area_mm2", "watts", "dollars")
+STATIC = ("area_mm2", "edge_mm", "watts", "dollars")
 """Limits that a design breaks or keeps whatever it computes."""
 _FOLLOWS = {"cores_on_die": "cores", "cache_bytes_per_clock": "cores", "cache_bytes_on_die": "cache_bytes"}
 """Fields that keep their ratio to another one that varies, unless they vary themselves: each core keeps its port to

@@ -131,8 +131,9 @@ def _static(chip: Chip, choice: str, space: Space, e: Experiment, at: Prices, ho
     most = min(RETICLE_MM2, space.limits.get("area_mm2", RETICLE_MM2))
     price = None
     reason = f"area: {area:.0f} mm² of {most:.0f}" if area > most else ""
-    if not reason and edge_mm(chip) > shoreline_mm(area):
-        reason = f"edge: {edge_mm(chip):.0f} mm of interfaces on {shoreline_mm(area):.0f} mm"
+    shore = min(shoreline_mm(area), space.limits.get("edge_mm", math.inf))
+    if not reason and edge_mm(chip) > shore:
+        reason = f"edge: {edge_mm(chip):.0f} mm of interfaces on {shore:.0f} mm"
     if not reason and drawn > space.limits.get("watts", math.inf):
         reason = f"power: {drawn:.0f} W"
     if not reason or choice == "the base":

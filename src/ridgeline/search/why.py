@@ -215,6 +215,8 @@ def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
         lengths = [n for n in (w.prompt_len // 2, w.prompt_len // 4) if n >= 16]
         yield [(f"prompt_len={n}", replace(q, workload=w.model_copy(update={"prompt_len": n}))) for n in lengths]
     c = q.cluster
+    if c.parts:
+        return
     larger = [
         (f"{c.size * k} devices", replace(q, cluster=c.model_copy(update={"nodes": c.nodes * k})))
         for k in _MORE_DEVICES

@@ -36,8 +36,9 @@ def probe(
     """
     say = progress or (lambda _: None)
     found: dict[int, dict[str, Any]] = {}
+    most = max_ranks if max_ranks > 2 else min(max_ranks, cores())  # more than the usual two: even on fewer cores
     ranks = 1
-    while ranks <= max(1, min(max_ranks, cores() if max_ranks > 1 else 1)):
+    while ranks <= max(1, most):
         found[ranks] = _run(
             ProbeOptions(quick=quick, inference=inference), ranks, f"{ranks} process{'es' if ranks > 1 else ''}", say
         )
