@@ -38,7 +38,11 @@ With = Annotated[
 ]
 On = Annotated[
     str,
-    typer.Option("--on", help="Cluster: NAME, 8xNAME or 4x8xNAME; `local` is this machine.", autocompletion=clusters),
+    typer.Option(
+        "--on",
+        help="Cluster: NAME, 8xNAME, 4x8xNAME or parts joined by +; `local` is this machine.",
+        autocompletion=clusters,
+    ),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: workload.steps=40 model.num_layers=2")]
 File = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).")]
