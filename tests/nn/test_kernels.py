@@ -161,8 +161,16 @@ def test_linear_loss_equals_pytorch(bias):
     for rows in (1, 16, 50):
         got = functions.linear_loss(x, w, b, labels, rows, torch.float64)
         assert got.item() == pytest.approx(want.item(), rel=1e-12)
+        inputs = torch.autograd.grad(3 * got, tensors[:1], retain_graph=True)  # as a zero-bubble pipeline divides it
+        for g, h in zip((*inputs, *torch.autograd.grad(3 * got, tensors[1:])), wanted, strict=True):
+            assert torch.allclose(g, h, rtol=1e-10, atol=1e-12)
+        got = functions.linear_loss(x, w, b, labels, rows, torch.float64)
         for g, h in zip(torch.autograd.grad(3 * got, tensors), wanted, strict=True):
             assert torch.allclose(g, h, rtol=1e-10, atol=1e-12)
+        with pytest.raises(RuntimeError, match="twice with different gradients"):
+            got = functions.linear_loss(x, w, b, labels, rows, torch.float64)
+            torch.autograd.grad(got, tensors[:1], retain_graph=True)
+            torch.autograd.grad(2 * got, tensors[1:])
 
 
 @needs_kernels

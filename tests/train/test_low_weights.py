@@ -39,6 +39,9 @@ SAME = {
     "zero 2, recompute": (2, ("zero:stage=2", "recompute", "activation_offload"), DEEP),
     "pipeline x zero 1, tied": (4, ("pipeline:degree=2", "zero:stage=1"), TIED),
     "zero_bubble x zero 2": (4, ("pipeline:degree=2,schedule=zero_bubble", "zero:stage=2"), DEEP),
+    "zero_bubble x zero 3, fused": (
+        4, ("pipeline:degree=2,schedule=zero_bubble", "zero:stage=3", "flash_attention", "fused_layers"), DEEP,
+    ),
     "interleaved x zero 3": (4, ("pipeline:degree=2,schedule=interleaved,chunks=2", "zero:stage=3"), DEEP),
     "offload": (1, ("zero_offload",), DEEP),
     "disk": (1, ("zero_infinity:parameters=nvme,optimizer=nvme",), DEEP),

@@ -297,6 +297,21 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor:
     return loss
 
 
+def _scaled_once(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    """The saved gradients, scaled in place: there is no room for copies. A backward pass that is divided into one for
+    inputs and one for weights (zero-bubble pipelines) comes twice, with the same scale."""
+    saved: tuple[Tensor | None, ...] = ctx.saved_tensors
+    before = getattr(ctx, "scale", None)
+    if before is None:
+        ctx.scale = scale
+        for t in saved:
+            if t is not None:
+                t.data.mul_(scale)  # .data: autograd would refuse to give out what was written to
+    elif not torch.equal(before, scale):
+        raise RuntimeError("a fused loss was differentiated twice with different gradients")
+    return saved
+
+
 class _LogitsLoss(torch.autograd.Function):
     """Sum of token losses of logits [N, V], which are overwritten by their gradient."""
 
@@ -312,8 +327,8 @@ class _LogitsLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient.mul_(scale), None
+        (gradient,) = _scaled_once(ctx, scale)
+        return gradient, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -360,7 +375,7 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw, db = (None if t is None else t.mul_(scale) for t in ctx.saved_tensors)
+        dx, dw, db = _scaled_once(ctx, scale)
         x_dtype, w_dtype = ctx.dtypes
         return (None if dx is None else dx.to(x_dtype), None if dw is None else dw.to(w_dtype),
                 None if db is None else db.to(w_dtype), None, None, None)  # fmt: skip

@@ -115,6 +115,15 @@ class Stage(PipelineStage):
             self._drop(info)
         return out
 
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The gradients of a micro-batch's weights. FSDP's own hook, which sums them in fp32, ran with the inputs'."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        for module in self.submod.modules():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            for p in group.fsdp_params if group else ():
+                p.accumulate_unsharded_grad_if_needed()
+                p.to_accumulated_grad_if_needed()
+
     def _free_sent(self) -> None:
         """Wait for the activations that were sent: in the communication order that both follow, the peer's receive
         precedes this stage's next computation, so this cannot deadlock."""
