@@ -167,9 +167,9 @@ def test_linear_loss_equals_pytorch(bias):
         got = functions.linear_loss(x, w, b, labels, rows, torch.float64)
         for g, h in zip(torch.autograd.grad(3 * got, tensors), wanted, strict=True):
             assert torch.allclose(g, h, rtol=1e-10, atol=1e-12)
+        got = functions.linear_loss(x, w, b, labels, rows, torch.float64)
+        torch.autograd.grad(got, tensors[:1], retain_graph=True)
         with pytest.raises(RuntimeError, match="twice with different gradients"):
-            got = functions.linear_loss(x, w, b, labels, rows, torch.float64)
-            torch.autograd.grad(got, tensors[:1], retain_graph=True)
             torch.autograd.grad(2 * got, tensors[1:])
 
 
