@@ -326,7 +326,7 @@ class _LogitsLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, None]:
         (gradient,) = _scaled_once(ctx, scale)
         return gradient, None
 
