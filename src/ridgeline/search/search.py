@@ -240,9 +240,10 @@ def _place(
             found.count("dominated", len(placements) - done)
             return
         kind = (node.base, frozenset(t for t in node.chosen if t.phase != "recompute"), stages, placement)
-        room = min(base.cluster.device.memory_bytes, found.smallest if everything else math.inf)
+        most = max(part.device.memory_bytes for part in base.cluster.parts or (base.cluster,))
+        room = min(most, found.smallest if everything else math.inf)
         if not offloads(placement) and kept > room:
-            found.count("bounded" if kept <= base.cluster.device.memory_bytes else "oversize", 1)
+            found.count("bounded" if kept <= most else "oversize", 1)
             continue
         if kind in found.too_large or kind in found.exhausted:
             found.count("oversize" if kind in found.too_large else "dominated", 1)

@@ -147,7 +147,8 @@ def move(old: Experiment, new: Experiment, survivors: Collection[int]) -> Move:
             gone = _outside(span, there)
             received[rank] = received.get(rank, 0.0) + lacks * piece.size
             lost[rank] = lost.get(rank, 0.0) + gone * piece.size
-    wire = new.cluster.device.network if new.cluster.nodes > 1 else new.cluster.device.link
+    on = new.cluster.between if new.cluster.parts else new.cluster
+    wire = on.device.network if on.nodes > 1 else on.device.link
     rate = wire.bandwidth if wire else new.cluster.device.memory_bandwidth / 4
     disk = seconds_of(host_copy("states", "disk_read", 1e9, "update"), new.cluster) / 1e9
     times = [(received[r] - lost[r]) / rate + lost[r] * disk for r in received]
