@@ -29,7 +29,8 @@ VALUES = {
     "--served-model-name": "--served-model-name", "--api-key": "--api-key", "--max-logprobs": "--max-logprobs",
 }  # fmt: skip
 """Options with a value, and ours."""
-SWITCHES = ("--enable-auto-tool-choice", "--enable-force-include-usage", "--enable-per-request-metrics")
+SWITCHES = ("--enable-auto-tool-choice", "--enable-force-include-usage", "--enable-per-request-metrics",
+            "--return-tokens-as-token-ids")
 WITHOUT_EFFECT = {
     "--dtype", "--seed", "--gpu-memory-utilization", "--runner", "--max-lora-rank", "--max-cpu-loras", "--convert",
     "--structured-outputs-config.backend", "--hf-overrides", "--load-format", "--reasoning-config", "--pooler-config",

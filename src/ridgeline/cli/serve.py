@@ -86,6 +86,10 @@ def serve(
     enable_per_request_metrics: Annotated[
         bool, typer.Option("--enable-per-request-metrics", help="Report in answers when their tokens came.")
     ] = False,
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        typer.Option("--return-tokens-as-token-ids", help="In log-probabilities write tokens as token_id: and the id."),
+    ] = False,
     pooling: Annotated[
         str | None, typer.Option(help="What embeddings are made of: mean, last or cls (the checkpoint's own, or mean).")
     ] = None,
@@ -150,7 +154,8 @@ def serve(
         raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
     body, prefix = number_of_bytes("--max-body", max_body), path_prefix(root_path)
     options = Options(tool_call_parser, enable_auto_tool_choice, pooling, reasoning_parser, generation_config,
-                      max_logprobs, enable_force_include_usage, enable_per_request_metrics)  # fmt: skip
+                      max_logprobs, enable_force_include_usage, enable_per_request_metrics,
+                      return_tokens_as_token_ids)  # fmt: skip
     options.check()
     if scheduling_policy not in POLICIES:
         raise unknown("scheduling policy", scheduling_policy, POLICIES, "--scheduling-policy")

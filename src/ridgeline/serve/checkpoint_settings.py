@@ -38,6 +38,8 @@ class Options:
     """Whether every chunk of a stream has the usage so far, asked for or not."""
     request_metrics: bool = False
     """Whether answers tell when their tokens came."""
+    tokens_as_ids: bool = False
+    """Whether log-probabilities name tokens by their ids, unless a request says otherwise."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a name that is not known."""

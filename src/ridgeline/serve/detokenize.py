@@ -83,6 +83,10 @@ class Vocabulary:
         skipped = self.special if skip_special else frozenset()
         return b"".join(self.bytes[i] for i in tokens if i not in skipped).decode("utf-8", "replace")
 
+    def entries(self, tokens: Iterable[int]) -> list[str]:
+        """What the tokenizer's vocabulary has for ``tokens``; "" where it has nothing."""
+        return [self.tokenizer.id_to_token(t) or "" for t in tokens]
+
     def name(self, token: int) -> str:
         """A token's own text; bytes that are no text are spelled out, as the OpenAI API does."""
         raw = self.bytes[token] if 0 <= token < self.size else b""

@@ -235,6 +235,8 @@ class LoadAdapter(Body):
 
     lora_name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     lora_path: Annotated[str, StringConstraints(min_length=1)]
+    load_inplace: bool = False
+    """Replace the adapter of that name, once no request uses it."""
 
 
 class UnloadAdapter(Body):

@@ -67,6 +67,7 @@ def make_service(
         options.max_logprobs,
         options.force_usage,
         options.request_metrics,
+        options.tokens_as_ids,
         read_json(checkpoint / "tokenizer_config.json").get("tokenizer_class"),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import time
@@ -19,7 +20,7 @@ from ridgeline.serve.fields import Side, prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.openai import Completion, Sampled
 from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ThinkingBudget
-from ridgeline.serve.request import SHORTEN, TOO_LONG, Busy, EngineRequest, Invalid, Pooling, Sampling
+from ridgeline.serve.request import SHORTEN, TOO_LONG, Busy, EngineRequest, Invalid, NotFound, Pooling, Sampling
 from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
 
@@ -133,6 +134,8 @@ class Service:
     """Whether every chunk of a stream has the usage so far, asked for or not."""
     request_metrics: bool = False
     """Whether answers tell when their tokens came."""
+    tokens_as_ids: bool = False
+    """Whether log-probabilities name tokens by their ids, unless a request says otherwise."""
     tokenizer_class: str | None = None
     """As the checkpoint's ``tokenizer_config.json`` names it."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -181,12 +184,16 @@ class Service:
             self.loop.engine.load_adapter(path.name, path)
             self.adapters[path.name] = str(path)
 
-    async def load(self, name: str, path: str) -> None:
-        """Serve the adapter in folder ``path`` as ``name``. Raises :class:`UserError`."""
+    async def load(self, name: str, path: str, replace: bool = False) -> None:
+        """Serve the adapter in folder ``path`` as ``name``; ``replace``: in place of one of that name. Raises
+        :class:`UserError`."""
         self._awake()
-        if name == self.name or name in self.adapters:
-            raise Invalid("lora_name", f"{name!r} is served already", "unload it first, or choose another name")
-        await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path)))
+        if name == self.name or (name in self.adapters and not replace):
+            fix = "choose another name" if name == self.name else "set load_inplace, unload it, or choose another name"
+            raise Invalid("lora_name", f"{name!r} has already been loaded", fix)
+        if not await asyncio.to_thread(Path(path).is_dir):
+            raise NotFound("lora_path", f"No adapter found for {name!r}: there is no folder {path}", "give its folder")
+        await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path), replace))
         self.adapters[name] = path
 
     async def unload(self, name: str) -> None:
@@ -445,6 +452,7 @@ class Service:
     def _prepared(
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
     ) -> PreparedRequest:
+        as_ids = body.return_tokens_as_token_ids
         adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", salt_of(key, body.cache_salt)
         first = sampling.grammar
         grammars = [first.fresh() if isinstance(first, Matcher) else first and first.fork() for _ in prompts]
@@ -460,7 +468,7 @@ class Service:
             base, body.model or self.name, jobs,
             prompt_logprobs=self.vocab_size if body.prompt_logprobs == -1 else body.prompt_logprobs,
             timed=self.request_metrics, token_ids=bool(body.return_token_ids),
-            named_by_id=bool(body.return_tokens_as_token_ids),
+            named_by_id=self.tokens_as_ids if as_ids is None else as_ids,
         )  # fmt: skip
 
 
