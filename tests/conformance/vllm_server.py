@@ -18,6 +18,8 @@ import pytest
 import tests.utils as theirs
 import transformers
 import vllm.config
+import vllm.model_executor.model_loader.weight_utils as weights
+import vllm.platforms
 import vllm.tokenizers
 import vllm.transformers_utils.repo_utils as hub
 from models import folder_for, lora_for
@@ -29,8 +31,12 @@ VALUES = {
     "--served-model-name": "--served-model-name", "--api-key": "--api-key", "--max-logprobs": "--max-logprobs",
 }  # fmt: skip
 """Options with a value, and ours."""
-SWITCHES = ("--enable-auto-tool-choice", "--enable-force-include-usage", "--enable-per-request-metrics",
-            "--return-tokens-as-token-ids")
+SWITCHES = (
+    "--enable-auto-tool-choice",
+    "--enable-force-include-usage",
+    "--enable-per-request-metrics",
+    "--return-tokens-as-token-ids",
+)
 WITHOUT_EFFECT = {
     "--dtype", "--seed", "--gpu-memory-utilization", "--runner", "--max-lora-rank", "--max-cpu-loras", "--convert",
     "--structured-outputs-config.backend", "--hf-overrides", "--load-format", "--reasoning-config", "--pooler-config",
@@ -153,6 +159,8 @@ vllm.tokenizers.get_tokenizer = theirs.get_tokenizer = _local(
 )
 transformers.AutoTokenizer.from_pretrained = staticmethod(_local(transformers.AutoTokenizer.from_pretrained))
 hub.hf_api = _Hub
+weights.download_weights_from_hf = lambda name, *_, **__: str(folder_for(name))
+vllm.platforms.current_platform.device_count = lambda: 0
 
 
 class _ModelConfig:

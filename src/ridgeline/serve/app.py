@@ -93,12 +93,14 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(UserError)
     async def wrong(request: Request, e: UserError) -> Response:
+        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
         if isinstance(e, Busy):
             return refusal(503, e.what, code="overloaded", retry_after=e.retry_after)
         if isinstance(e, NoModel):
-            return refusal(404, f"{e.what}: {e.fix}", "model", "model_not_found")
-        about = (e.param, e.code) if isinstance(e, (Invalid, WrongBody)) else ()
-        return refusal(404 if isinstance(e, NotFound) else 400, f"{e.what}: {e.fix}" if e.fix else e.what, *about)
+            return refusal(404, f"{e.what}: {e.fix}", "model", "model_not_found", path=path)
+        about = (e.param, e.code) if isinstance(e, (Invalid, WrongBody)) else (None, None)
+        status = 404 if isinstance(e, NotFound) else 400
+        return refusal(status, f"{e.what}: {e.fix}" if e.fix else e.what, *about, path=path)
 
     @app.exception_handler(Failed)
     async def failed(request: Request, e: Failed) -> Response:

@@ -107,6 +107,12 @@ def dimensions_of(checkpoint: Path) -> frozenset[int] | None:
     return None if config.get("is_matryoshka") else frozenset()
 
 
+def prompts_of(checkpoint: Path) -> dict[str, str]:
+    """What goes before a text of each kind, as sentence-transformers reads it of the checkpoint."""
+    found = read_json(checkpoint / "config_sentence_transformers.json").get("prompts") or {}
+    return {str(name): str(text) for name, text in found.items()} if isinstance(found, dict) else {}
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a file; empty without one. Raises :class:`UserError` for anything else."""
     if not file.is_file():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.grammar import Matcher
-from ridgeline.serve.request import EngineRequest, Finish, OutputEvent, TokenLogprob
+from ridgeline.serve.request import EngineRequest, Finish, OutputEvent, TokenLogprob, Vector
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Delta:
     cached_tokens: int = 0
     error: str = ""
     prompt_logprobs: list[TokenLogprob] | None = None
-    embedding: list[float] | None = None
+    embedding: Vector | None = None
 
     def add(self, later: Delta) -> None:
         """Append the delta that follows this one."""

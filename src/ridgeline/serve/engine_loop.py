@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.detokenize import Delta, ServeJob
 from ridgeline.serve.queue_limits import QueueLimits, QueueSpeed
-from ridgeline.serve.request import Busy, Invalid, OutputEvent, Stats
+from ridgeline.serve.request import Busy, Invalid, OutputEvent, Stats, Vector
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -180,13 +180,13 @@ class EngineLoop:
             raise
         return stream
 
-    async def vectors(self, jobs: Sequence[ServeJob]) -> list[list[float]]:
+    async def vectors(self, jobs: Sequence[ServeJob]) -> list[Vector]:
         """What is pooled of each job's prompt. More than the queue takes at once go in pieces, of which all but the
         first wait for room. Raises as :meth:`submit`, or :class:`Failed`."""
-        found: list[list[float]] = []
+        found: list[Vector] = []
         for piece in self._pieces(jobs):
             stream = await self._when_room(piece) if found else await self.submit(piece)
-            by_job: dict[int, list[float]] = {}
+            by_job: dict[int, Vector] = {}
             try:
                 async for delta in stream:
                     if delta.embedding is None:

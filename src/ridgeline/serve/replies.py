@@ -137,7 +137,7 @@ class Writer:
                     message.update(content=parts.content or reader.empty, tool_calls=parts.calls)
                     delta.finish = reader.ends if delta.finish == "stop" else delta.finish
             if self.prepared.echo:
-                message.update(content=self.prepared.texts[0] + (message["content"] or ""))
+                message.update(content=self.prepared.texts[delta.job] + (message["content"] or ""))
             body: Choice = {"message": message, "logprobs": self._chat_logprobs(delta)}
         else:
             body = {**self._completion(delta, first=True), **self.of_prompt(delta.job)}
@@ -178,7 +178,7 @@ class Writer:
         if self.chat and first:
             yield {"index": index, "delta": {"role": "assistant", "content": ""}, **open_end}
             if self.prepared.echo:
-                yield {"index": index, "delta": {"content": self.prepared.texts[0]}, **open_end}
+                yield {"index": index, "delta": {"content": self.prepared.texts[delta.job]}, **open_end}
         self._count(delta)
         if not self.chat:
             if delta.text or delta.entries or delta.finish or self._ids_of(delta) or (first and self.prepared.echo):

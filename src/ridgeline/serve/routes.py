@@ -11,7 +11,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from ridgeline.serve import pooled_replies, replies
-from ridgeline.serve.chat import ChatCompletion, Tokenize
+from ridgeline.serve.chat import ChatBatch, ChatCompletion, Tokenize
+from ridgeline.serve.cohere import Embed, EmbedRequest
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.engine_loop import EngineLoop, OutputStream
 from ridgeline.serve.fields import Body
@@ -21,7 +22,7 @@ from ridgeline.serve.messages import Messages
 from ridgeline.serve.openai import Completion, Detokenize, LoadAdapter, UnloadAdapter
 from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, PoolingRequest
 from ridgeline.serve.reading import Reading
-from ridgeline.serve.request import Invalid
+from ridgeline.serve.request import Invalid, Vector
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
 from ridgeline.serve.scoring import PAIRS, RerankRequest, ScoreRequest
@@ -100,7 +101,7 @@ async def answer(
 
 async def read(
     loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], PreparedRequest], body: T,
-    write: Callable[[PreparedRequest, list[list[float]]], Response],
+    write: Callable[[PreparedRequest, list[Vector]], Response],
 ) -> Response:  # fmt: skip
     """Prepare off the event loop, pool all prompts, respond; aborted when the client disconnects."""
 
@@ -134,15 +135,26 @@ def generation_routes(app: FastAPI, service: Service) -> None:
             (lambda a, s: replies.chunks(a, s, body, True, service.force_usage)) if body.stream else None,
         )  # fmt: skip
 
+    @app.post("/v1/chat/completions/batch", responses=_REFUSALS)
+    async def chats(body: ChatBatch, request: Request) -> Response:
+        """Answer several conversations, each with a choice."""
+        return await answer(service.loop, request, service.chats, body, lambda a, s: replies.whole(a, s, chat=True))
+
 
 def pooling_routes(app: FastAPI, service: Service) -> None:
     """Embeddings, classes, and how similar texts are."""
     loop, reading = service.loop, Reading(service)
+    known = Embed(reading)
 
     @app.post("/v1/embeddings", responses=_REFUSALS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Vectors of texts."""
         return await read(loop, request, reading.embedding, body, lambda a, v: pooled_replies.embeddings(a, v, body))
+
+    @app.post("/v2/embed", responses=_REFUSALS)
+    async def embed(body: EmbedRequest, request: Request) -> Response:
+        """Vectors of texts, as Cohere's API has it."""
+        return await read(loop, request, known.prepare, body, lambda a, v: known.answer(a, v, body))
 
     @app.post("/classify", responses=_REFUSALS)
     async def classify(body: Classification, request: Request) -> Response:

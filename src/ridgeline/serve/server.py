@@ -18,7 +18,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from ridgeline.jobs.live import announced
-from ridgeline.serve.checkpoint_settings import Options, dimensions_of, pooling_of, read_json, sampling_defaults
+from ridgeline.serve.checkpoint_settings import (
+    Options,
+    dimensions_of,
+    pooling_of,
+    prompts_of,
+    read_json,
+    sampling_defaults,
+)
 from ridgeline.serve.connections import connection_class
 from ridgeline.serve.detokenize import Vocabulary
 from ridgeline.serve.engine_loop import EngineLoop
@@ -68,6 +75,7 @@ def make_service(
         options.force_usage,
         options.request_metrics,
         options.tokens_as_ids,
+        prompts_of(checkpoint),
         read_json(checkpoint / "tokenizer_config.json").get("tokenizer_class"),
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ridgeline.data.examples import BadRecord, Template
-from ridgeline.serve.chat import ChatCompletion, Message, Tokenize
+from ridgeline.serve.chat import ChatBatch, ChatCompletion, ChatOptions, Message, Tokenize
 from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.engine_loop import ASLEEP, EngineLoop
 from ridgeline.serve.fields import Side, prompts_of
@@ -136,6 +136,8 @@ class Service:
     """Whether answers tell when their tokens came."""
     tokens_as_ids: bool = False
     """Whether log-probabilities name tokens by their ids, unless a request says otherwise."""
+    prompt_names: Mapping[str, str] = field(default_factory=dict)
+    """What goes before texts that are embedded, by the kind of text."""
     tokenizer_class: str | None = None
     """As the checkpoint's ``tokenizer_config.json`` names it."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -278,7 +280,20 @@ class Service:
             return None
         return self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip().endswith(BEGIN)
 
-    def _reader(self, body: ChatCompletion) -> Callable[[], Reader] | None:
+    def chats(self, body: ChatBatch, key: bytes) -> PreparedRequest:
+        """The jobs of several chats. Raises :class:`Invalid`."""
+        each = body.each()
+        self.loop.bound(len(each))
+        first, *rest = (self.chat(one, key) for one in each)
+        if any(other.reasoning != first.reasoning for other in rest):
+            raise Invalid("messages", "ends within reasoning in some conversations only", "send them one by one")
+        for i, other in enumerate(rest, 1):
+            first.jobs += [replace(job, ordinal=i) for job in other.jobs]
+        if body.echo:
+            first.echo, first.texts = True, [text for one in (first, *rest) for text in one.texts or ("",)]
+        return first
+
+    def _reader(self, body: ChatOptions) -> Callable[[], Reader] | None:
         """What finds calls in the outputs. Raises :class:`Invalid` where the model cannot make any on its own."""
         choice, make_id, parallel = body.choice, id_maker(self.calls), body.parallel_tool_calls is not False
         if choice == "none":
@@ -447,7 +462,7 @@ class Service:
     def known(self, tokens: Sequence[int], param: str) -> None:
         """Raise :class:`Invalid` for a token that the model does not have."""
         if (bad := next((t for t in tokens if t >= self.vocab_size), None)) is not None:
-            raise Invalid(param, f"holds token {bad} of a vocabulary of {self.vocab_size}", "use its ids")
+            raise Invalid(param, f"holds token {bad}, out of vocabulary", f"give ids below {self.vocab_size}")
 
     def _prepared(
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
@@ -465,7 +480,7 @@ class Service:
             for i, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))
         ]  # fmt: skip
         return PreparedRequest(
-            base, body.model or self.name, jobs,
+            base if body.request_id is None else f"{kind}-{body.request_id}", body.model or self.name, jobs,
             prompt_logprobs=self.vocab_size if body.prompt_logprobs == -1 else body.prompt_logprobs,
             timed=self.request_metrics, token_ids=bool(body.return_token_ids),
             named_by_id=self.tokens_as_ids if as_ids is None else as_ids,
