@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 import ridgeline
 from ridgeline.serve.bodies import WrongBody, body_route
-from ridgeline.serve.engine_loop import Failed
 from ridgeline.serve.http import Gate, Json, Keys, error_body, refusal
+from ridgeline.serve.output_stream import Failed
 from ridgeline.serve.request import Busy, Invalid, NotFound
 from ridgeline.serve.routes import (
     LOAD_ADAPTER,
@@ -57,7 +57,11 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
                   redirect_slashes=False, servers=[{"url": root_path}] if root_path else None)  # fmt: skip
     app.router.route_class = body_route(service.max_model_len)
     loop.metrics.model = service.name
-    loop.metrics.watch(lambda: loop.stats, lambda: loop.queued)
+    blocks = loop.engine.blocks
+    tokens = blocks.count * blocks.size
+    cache = {"block_size": str(blocks.size), "num_gpu_blocks": str(blocks.count), "kv_cache_size_tokens": str(tokens),
+             "kv_cache_max_concurrency": f"{tokens / loop.engine.max_model_len:.2f}"}  # fmt: skip
+    loop.metrics.watch(lambda: loop.stats, lambda: loop.queued, cache)
     for add in (
         generation_routes,
         response_routes,

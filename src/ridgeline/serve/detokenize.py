@@ -210,6 +210,7 @@ class Delta:
     generated: int = 0
     """Tokens so far."""
     cached_tokens: int = 0
+    preemptions: int = 0
     error: str = ""
     prompt_logprobs: list[TokenLogprob] | None = None
     embedding: Vector | None = None
@@ -221,6 +222,7 @@ class Delta:
         self.tokens += later.tokens
         self.finish, self.stop_reason, self.error = later.finish, later.stop_reason, later.error
         self.generated, self.cached_tokens = later.generated, max(self.cached_tokens, later.cached_tokens)
+        self.preemptions = later.preemptions
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.embedding = self.embedding or later.embedding
 
@@ -259,7 +261,7 @@ class ServeJob:
         text, entries = self._outputs.setdefault(event.index, (self._detokenizer(), []))
         delta = Delta(self.ordinal, event.index, finish=event.finish, stop_reason=event.stop_token, error=event.error,
                       cached_tokens=event.cached_tokens, prompt_logprobs=event.prompt_logprobs,
-                      embedding=event.embedding)  # fmt: skip
+                      embedding=event.embedding, preemptions=event.preemptions)  # fmt: skip
         ended = event.finish == "stop" and event.stop_string is None  # by a token
         ends = len(event.tokens) - 1 if ended and not self.include_stop else -1
         for i, token in enumerate(event.tokens):

@@ -67,7 +67,14 @@ def end_pooled(seq: Sequence, outputs: Outputs) -> None:
     if not all(map(math.isfinite, chain.from_iterable(found) if each else found)):
         outputs.fail(seq, "the model's hidden states are not finite")
         return
-    event = OutputEvent(group.request.id, 0, finish="stop", embedding=found, cached_tokens=group.cached_tokens)
+    event = OutputEvent(
+        group.request.id,
+        0,
+        finish="stop",
+        embedding=found,
+        cached_tokens=group.cached_tokens,
+        preemptions=group.preemptions,
+    )
     outputs.events.append(event)
     seq.finish = "stop"
     outputs.end(seq)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ridgeline.serve.detokenize import Delta, Detokenizer, Entry, Vocabulary
-from ridgeline.serve.engine_loop import Failed, OutputStream
 from ridgeline.serve.http import error_body
 from ridgeline.serve.openai import Sampled
+from ridgeline.serve.output_stream import Failed, OutputStream
 from ridgeline.serve.reasoning import ReasoningCount
 from ridgeline.serve.request import Busy, TokenLogprob
 from ridgeline.serve.service import PreparedRequest

@@ -277,6 +277,8 @@ class OutputEvent:
     """With finish "error": what went wrong."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache; on an output's last event."""
+    preemptions: int = 0
+    """How often the request was put back for want of blocks; on an output's last event."""
     prompt_logprobs: list[TokenLogprob] | None = None
     """On the first event of output 0, where they were requested."""
     embedding: Vector | None = None

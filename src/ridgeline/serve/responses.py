@@ -13,7 +13,7 @@ from typing import Any
 
 from ridgeline.serve.chat import CalledFunction, Message, ToolCall, is_object
 from ridgeline.serve.detokenize import Delta, Entry
-from ridgeline.serve.engine_loop import Failed, OutputStream
+from ridgeline.serve.output_stream import Failed, OutputStream
 from ridgeline.serve.reasoning import ReasoningCount
 from ridgeline.serve.replies import chat_logprobs
 from ridgeline.serve.request import Busy, Invalid, NotFound

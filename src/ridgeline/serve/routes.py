@@ -14,12 +14,13 @@ from ridgeline.serve import pooled_replies, replies
 from ridgeline.serve.chat import ChatBatch, ChatCompletion, Tokenize
 from ridgeline.serve.cohere import Embed, EmbedRequest
 from ridgeline.serve.engine import Engine
-from ridgeline.serve.engine_loop import EngineLoop, OutputStream
+from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.fields import Body
 from ridgeline.serve.http import ClientDisconnected, EventStream, Json, Passed, bearer, refusal, unless_gone
 from ridgeline.serve.message_bodies import Counted, MessageRequest
 from ridgeline.serve.messages import Messages
 from ridgeline.serve.openai import Completion, Detokenize, LoadAdapter, UnloadAdapter
+from ridgeline.serve.output_stream import OutputStream
 from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, PoolingRequest
 from ridgeline.serve.reading import Reading
 from ridgeline.serve.request import Invalid, Vector
