@@ -15,6 +15,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+import tests.conftest as conftest
 import tests.utils as theirs
 import transformers
 import vllm.config
@@ -48,6 +49,7 @@ WITHOUT_EFFECT = {
 class Server:
     """``ridgeline serve`` in a process of its own, with the interface of vLLM's ``RemoteOpenAIServer``."""
 
+    show_hidden_metrics = False
     DUMMY_API_KEY = theirs.RemoteOpenAIServer.DUMMY_API_KEY
 
     def __init__(self, model, vllm_serve_args, *, env_dict=None, seed=0, auto_port=True, max_wait_seconds=None,
@@ -158,6 +160,9 @@ vllm.tokenizers.get_tokenizer = theirs.get_tokenizer = _local(
     lambda folder, **_: transformers.AutoTokenizer.from_pretrained(folder)
 )
 transformers.AutoTokenizer.from_pretrained = staticmethod(_local(transformers.AutoTokenizer.from_pretrained))
+transformers.AutoConfig.from_pretrained = staticmethod(_local(transformers.AutoConfig.from_pretrained))
+conftest.maybe_model_redirect = lambda name: str(folder_for(name))
+conftest.HfRunner.get_default_device = lambda _: "cpu"
 hub.hf_api = _Hub
 weights.download_weights_from_hf = lambda name, *_, **__: str(folder_for(name))
 vllm.platforms.current_platform.device_count = lambda: 0
