@@ -23,7 +23,8 @@ SIZES = {"vocab_size": 8192, "hidden_size": 64, "num_layers": 2, "num_heads": 4,
 CAUSAL = {**catalog.model("llama-tiny").model_dump(), **SIZES}
 ENCODER = {**catalog.model("bert-tiny").model_dump(), **SIZES, "num_kv_heads": 4, "max_positions": 512}
 _CLASSIFIER = {**ENCODER, "head": "classify", "tie_embeddings": False}
-KINDS = {"e5": {**ENCODER, "hidden_size": 384, "head_dim": 96}, "bge-base": {**ENCODER, "hidden_size": 768, "head_dim": 192},
+KINDS = {"e5": {**ENCODER, "hidden_size": 384, "head_dim": 96},
+         "bge-base": {**ENCODER, "hidden_size": 768, "head_dim": 192},
          "MiniLM": ENCODER, "snowflake": ENCODER, "bge-reranker": {**_CLASSIFIER, "num_labels": 1},
          "apeach": {**_CLASSIFIER, "num_labels": 2}}  # fmt: skip
 """By a part of the model's name; others are causal."""

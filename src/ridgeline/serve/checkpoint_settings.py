@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ridgeline.serve.reasoning import PARSERS
+from ridgeline.serve.call_formats import CHANNELS, FORMATS
+from ridgeline.serve.reasoning import CHANNEL_REASONING, PARSERS
 from ridgeline.serve.request import Invalid, Pooling, Sampling
-from ridgeline.serve.tool_calls import FORMATS
 from ridgeline.spec.errors import UserError, unknown
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -51,6 +51,18 @@ class Options:
             raise unknown("reasoning parser", self.reasoning_parser, PARSERS, "--reasoning-parser")
         if self.pooling is not None and self.pooling not in get_args(Pooling):
             raise unknown("pooling", self.pooling, get_args(Pooling), "--pooling")
+
+
+def writes_channels(checkpoint: Path, options: Options) -> bool:
+    """Whether a model writes in channels: gpt-oss, or what the options say. Raises :class:`UserError` where they name
+    another format beside."""
+    named = (options.tool_parser, options.reasoning_parser)
+    if CHANNELS not in named and CHANNEL_REASONING not in named:
+        return read_json(checkpoint / "config.json").get("model_type") == "gpt_oss" and named == (None, None)
+    if options.tool_parser not in (None, CHANNELS) or options.reasoning_parser not in (None, CHANNEL_REASONING):
+        what = f"--tool-call-parser {CHANNELS} and --reasoning-parser {CHANNEL_REASONING} read one format"
+        raise UserError(what, "give both, or neither")
+    return True
 
 
 def sampling_defaults(checkpoint: Path, where: str, vocab_size: int) -> tuple[dict[str, Any], int | None]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ridgeline.serve.detokenize import Delta, Detokenizer, Entry, Vocabulary
+from ridgeline.serve.harmony import ChannelCount
 from ridgeline.serve.http import error_body
 from ridgeline.serve.openai import Sampled
 from ridgeline.serve.output_stream import Failed, OutputStream
@@ -100,7 +101,7 @@ class Writer:
         self._vocabulary = prepared.jobs[0].vocabulary
         self._name: Callable[[int], str] = _by_id if prepared.named_by_id else self._vocabulary.name
         self._generated: dict[int, int] = {}
-        self._reasoning: dict[int, ReasoningCount] = {}
+        self._reasoning: dict[int, ReasoningCount | ChannelCount] = {}
         self._cached: dict[int, int] = {}
         self._begun: set[int] = set()
         self._readers: dict[int, Reader] = {}
@@ -226,7 +227,7 @@ class Writer:
         self._generated[index] = delta.generated
         if self.prepared.reasoning is not None:
             if index not in self._reasoning:
-                self._reasoning[index] = ReasoningCount(self._vocabulary, self.prepared.reasoning)
+                self._reasoning[index] = self.prepared.reasoning_count()
             self._reasoning[index].push(delta.tokens)
         if delta.prompt_logprobs is not None:
             self._prompts[delta.job] = delta.prompt_logprobs

@@ -14,7 +14,6 @@ from typing import Any
 from ridgeline.serve.chat import CalledFunction, Message, ToolCall, is_object
 from ridgeline.serve.detokenize import Delta, Entry
 from ridgeline.serve.output_stream import Failed, OutputStream
-from ridgeline.serve.reasoning import ReasoningCount
 from ridgeline.serve.replies import chat_logprobs
 from ridgeline.serve.request import Busy, Invalid, NotFound
 from ridgeline.serve.response_bodies import ResponseRequest
@@ -104,8 +103,10 @@ class Responses:
         talk = [*before, *body.messages()]
         made = self.service.chat(body.chat(talk, self.service.max_model_len), key)
         name = f"resp_{secrets.token_hex(24)}"
-        return PreparedResponse(name, made.model, made.jobs, reader=made.reader,
-                                reasoning=made.reasoning, body=body, talk=talk, owner=owner)  # fmt: skip
+        return PreparedResponse(
+            name, made.model, made.jobs, reader=made.reader, reasoning=made.reasoning, channels=made.channels,
+            body=body, talk=talk, owner=owner,
+        )  # fmt: skip
 
     def get(self, name: str, key: bytes) -> dict[str, Any]:
         """A response of this key, stored or in the making. Raises :class:`NotFound`."""
@@ -243,7 +244,7 @@ class Writer:
         """Whether the last item may still grow."""
         self._usage: tuple[int, int] | None = None
         self._tokens: list[int] = []
-        self._reasoning = ReasoningCount(prepared.jobs[0].vocabulary, bool(prepared.reasoning))
+        self._reasoning = prepared.reasoning_count()
         self._late: list[Entry] = []
 
     def read(self, delta: Delta) -> Iterator[Event]:

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ridgeline.data.examples import BadRecord, Template
+from ridgeline.serve.call_formats import CallFormat
 from ridgeline.serve.chat import ChatBatch, ChatCompletion, ChatOptions, Message, Tokenize
 from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.engine_loop import ASLEEP, EngineLoop
 from ridgeline.serve.fields import Side, prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
+from ridgeline.serve.harmony import ChannelCount, ChannelReader
 from ridgeline.serve.openai import Completion, Sampled
-from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ThinkingBudget
+from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ReasoningCount, ThinkingBudget
 from ridgeline.serve.request import SHORTEN, TOO_LONG, Busy, EngineRequest, Invalid, NotFound, Pooling, Sampling
-from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
+from ridgeline.serve.tool_calls import LIST, Calls, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
 
 
@@ -61,6 +63,8 @@ class PreparedRequest:
     """Makes what finds the calls of functions in one output; None: it is text."""
     reasoning: bool | None = None
     """Whether the prompt ends within reasoning; None: reasoning is not told apart."""
+    channels: bool = False
+    """Whether reasoning comes in a channel of its own, and not between ``<think>`` and ``</think>``."""
     hides_reasoning: bool = False
     timed: bool = False
     """Whether the answer tells when its tokens came."""
@@ -71,6 +75,11 @@ class PreparedRequest:
     named_by_id: bool = False
     """Whether log-probabilities are."""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def reasoning_count(self) -> ReasoningCount | ChannelCount:
+        """Counts the tokens of one output that are reasoning."""
+        vocabulary = self.jobs[0].vocabulary
+        return ChannelCount(vocabulary) if self.channels else ReasoningCount(vocabulary, bool(self.reasoning))
 
     @property
     def prompt_tokens(self) -> int:
@@ -114,12 +123,14 @@ class Service:
     """Texts of special tokens, as the checkpoint's ``tokenizer_config.json`` names them."""
     labels: Labels | None = None
     """Of a model for sequence classification."""
-    calls: Format | None = None
+    calls: CallFormat | None = None
     """How the model writes calls of functions."""
     auto_calls: bool = False
     """Whether the model may call functions on its own."""
     reasons: bool = False
     """Whether what the model writes between ``<think>`` and ``</think>`` is told apart from its answer."""
+    channels: bool = False
+    """Whether it writes in channels (Harmony), of which reasoning is one."""
     pooling: Pooling = "mean"
     """What an embedding is made of."""
     dimensions: frozenset[int] | None = frozenset()
@@ -252,7 +263,7 @@ class Service:
         wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         longest = self.max_model_len if wanted is None else wanted
         reader = self._reader(body)
-        if body.choice == "auto" and self.calls is not None and self.calls.special:
+        if self.channels or (body.choice == "auto" and self.calls is not None and self.calls.special):
             body = body.model_copy(update={"skip_special_tokens": False})
         of_prompt = self._most_likely([("prompt_logprobs", body.prompt_logprobs)])
         sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=of_prompt)
@@ -261,12 +272,16 @@ class Service:
         if wanted is None:
             room = max(1, self.max_model_len - len(prompt))
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        begun = self._begun(prompt, sampling.grammar is not None)
+        structure = sampling.grammar is not None
+        begun = self._begun(prompt, structure)
         if body.thinking_token_budget is not None:
             sampling = replace(sampling, grammar=self._thinking_budget(body.thinking_token_budget, begun, sampling))
         prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
         prepared.reader = reader
-        if begun is not None:
+        if self._in_channels(structure):
+            prepared.reader = reader if reader is not None else lambda: ChannelReader(id_maker(0))
+            prepared.reasoning, prepared.channels, prepared.hides_reasoning = False, True, not body.include_reasoning
+        elif begun is not None:
             prepared.reader = lambda: Reasoned(begun, reader() if reader is not None else None)
             prepared.reasoning, prepared.hides_reasoning = begun, not body.include_reasoning
         last = body.messages[-1]
@@ -274,9 +289,13 @@ class Service:
             prepared.echo, prepared.texts = True, [last.plain()["content"]]
         return prepared
 
+    def _in_channels(self, structure: bool) -> bool:
+        """Whether the output comes in channels, of which a ``structure`` has none."""
+        return self.channels and not structure
+
     def _begun(self, prompt: Sequence[int], structure: bool) -> bool | None:
         """Whether the prompt ends within reasoning; None where none is told apart: a ``structure`` leaves no room."""
-        if structure or not self.reasons:
+        if structure or self.channels or not self.reasons:
             return None
         return self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip().endswith(BEGIN)
 
@@ -295,7 +314,8 @@ class Service:
 
     def _reader(self, body: ChatOptions) -> Callable[[], Reader] | None:
         """What finds calls in the outputs. Raises :class:`Invalid` where the model cannot make any on its own."""
-        choice, make_id, parallel = body.choice, id_maker(self.calls), body.parallel_tool_calls is not False
+        make_id = id_maker(self.calls.id_length if self.calls is not None else 0)
+        choice, parallel = body.choice, body.parallel_tool_calls is not False
         if choice == "none":
             return None
         if choice.startswith(":"):
@@ -308,7 +328,8 @@ class Service:
             raise Invalid("tools", what, 'start it so, or set tool_choice to "none", "required" or a function')
         if self.template is not None and "tools" not in self.template.source:
             raise Invalid("tools", "are not shown to the model by its chat template", "give another --chat-template")
-        return lambda: Calls(form, make_id, parallel)
+        schemas = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
+        return lambda: form.reader(make_id, parallel, schemas)
 
     def _sampling(
         self, body: Sampled, max_tokens: int, logprobs: int | None, prompts: int = 1, **more: Any
@@ -392,6 +413,8 @@ class Service:
             raise Invalid("messages", "the checkpoint has no chat template", "use /v1/completions, or --chat-template")
         try:
             plain = [m.plain() for m in messages]
+            if ".thinking" in self.template.source:  # gpt-oss's name of what others call reasoning
+                plain = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in plain]
             if "developer" not in self.template.source:  # OpenAI's newer name of what templates know as system
                 plain = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain]
             text = self.template.render(plain, prompt=prompt, **variables)
