@@ -65,10 +65,14 @@ def serve(
         bool, typer.Option("--enable-auto-tool-choice", help="Let the model call the functions in a chat's `tools`.")
     ] = False,
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model writes calls, by vLLM's names: hermes (also Qwen), llama3_json, mistral, …")
+        str | None,
+        typer.Option(help="How the model writes calls, by vLLM's names: hermes (also Qwen), llama3_json, mistral, …"),
     ] = None,
     reasoning_parser: Annotated[
-        str | None, typer.Option(help="Tell reasoning apart from answers: deepseek_r1, qwen3 (<think> and </think>), openai_gptoss.")
+        str | None,
+        typer.Option(
+            help="Tell reasoning apart from answers: deepseek_r1, qwen3 (<think> and </think>), openai_gptoss."
+        ),
     ] = None,
     generation_config: Annotated[
         str,
