@@ -91,7 +91,7 @@ def _root() -> Path:
     return Path(os.environ["RIDGELINE_MODELS"])
 
 
-def _tokenizer(folder: Path) -> None:
+def _tokenizer(folder: Path, chats: bool) -> None:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -105,7 +105,7 @@ def _tokenizer(folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "chat_template": TEMPLATE}))  # fmt: skip
+        **({"chat_template": TEMPLATE} if chats else {})}))  # fmt: skip
 
 
 def folder_for(name: str) -> Path:
@@ -118,7 +118,7 @@ def folder_for(name: str) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     model = build(ModelSpec(**fields), dtype=torch.float32, seed=3)
-    _tokenizer(folder)
+    _tokenizer(folder, model.spec.causal)
     if model.spec.causal:
         _teach(model, folder, kind == "thinks")
     save_checkpoint(model, folder)
