@@ -70,9 +70,7 @@ def serve(
     ] = None,
     reasoning_parser: Annotated[
         str | None,
-        typer.Option(
-            help="Tell reasoning apart from answers: deepseek_r1, qwen3 (<think> and </think>), openai_gptoss."
-        ),
+        typer.Option(help="Tell reasoning apart: deepseek_r1, qwen3 (<think> and </think>), openai_gptoss (channels)."),
     ] = None,
     generation_config: Annotated[
         str,
