@@ -118,7 +118,7 @@ def folder_for(name: str) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     model = build(ModelSpec(**fields), dtype=torch.float32, seed=3)
-    _tokenizer(folder, model.spec.causal)
+    _tokenizer(folder, model.spec.causal or "Qwen" in name)
     if model.spec.causal:
         _teach(model, folder, kind == "thinks")
     save_checkpoint(model, folder)
