@@ -9,7 +9,7 @@ from tests.serve.test_tools import ASK, CALLED, FORMATS, ROME, TOOLS, both, said
 
 from ridgeline.data.examples import Template
 from ridgeline.serve.checkpoint_settings import Options
-from ridgeline.serve.reasoning import Reasoned, ReasoningCount, ThinkingBudget
+from ridgeline.serve.reasoning import Reasoned, ReasoningCount, ReasoningGrammar
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.tool_calls import Calls, id_maker
 from ridgeline.spec.errors import UserError
@@ -44,6 +44,7 @@ def reasons(server, monkeypatch, tools):  # noqa: F811
             "_begun",
             lambda service, prompt, structure: plain(service, prompt, False),
         )
+        monkeypatch.setattr(type(server.service), "_with_reasoning", lambda service, sampling, *_: sampling)
 
     return use
 
@@ -82,15 +83,6 @@ def test_reasoning_without_an_end_is_all_there_is(client, reasons):
     reasons(OPEN, "So: x")
     message = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=60).choices[0].message
     assert (message.content, message.reasoning) == (None, "So: x")
-
-
-def test_a_structure_leaves_no_room_for_reasoning(client, server, monkeypatch):
-    monkeypatch.setattr(server.service, "reasons", True)
-    monkeypatch.setattr(server.service, "template", Template(OPEN, "t"))
-    made = client.chat.completions.create(
-        model="tiny", messages=ASK, max_tokens=60, extra_body={"structured_outputs": {"choice": ["a", "b"]}}
-    )
-    assert made.choices[0].message.content in ("a", "b")
 
 
 def test_reasoning_is_an_item_of_responses(client, server, reasons):
@@ -145,7 +137,7 @@ BEGIN, END = (1, 2), (3, 4)
 
 def written(budget, thinking, wishes):
     """Tokens that a model writes which ``wishes`` for these, where nothing is due."""
-    limit, out = ThinkingBudget(BEGIN, END, budget, thinking), []
+    limit, out = ReasoningGrammar(BEGIN, END, thinking, budget), []
     for wish in wishes:
         due = limit.fork().allowed()
         assert due == limit.allowed()
@@ -167,6 +159,57 @@ def test_a_budget_ends_the_reasoning(budget, thinking, wishes, expected):
     assert written(budget, thinking, wishes) == expected
 
 
+class Exactly:
+    """A grammar of one text."""
+
+    def __init__(self, tokens):
+        self.left = list(tokens)
+
+    def allowed(self):
+        return self.left[:1]
+
+    def accept(self, token):
+        assert token == self.left.pop(0)
+
+    def fork(self):
+        return Exactly(self.left)
+
+
+@pytest.mark.parametrize(("thinking", "wishes", "expected"), [
+    (False, [9] * 3, [5, 6, 7]),  # no reasoning
+    (False, [1, 9, 9, 9, 3, 4, 9, 9, 9], [1, 2, 9, 9, 3, 4, 5, 6, 7]),
+    (True, [9, 9, 3, 4, 9, 9, 9], [9, 9, 3, 4, 5, 6, 7]),
+    (True, [9] * 9, [9, 9, 9, 9, 3, 4, 5, 6, 7]),  # a budget of four
+])  # fmt: skip
+def test_what_is_kept_is_the_answer_after_the_reasoning(thinking, wishes, expected):
+    grammar, out = ReasoningGrammar(BEGIN, END, thinking, 4, Exactly([5, 6, 7])), []
+    for wish in wishes:
+        allowed = grammar.fork().allowed()
+        assert allowed == grammar.allowed()
+        out.append(wish if allowed is None or wish in allowed else allowed[0])
+        grammar.accept(out[-1])
+    assert out == expected
+
+
+@pytest.mark.parametrize("source", [OPEN, PLAIN, CLOSED])
+def test_a_structure_follows_the_reasoning(client, server, monkeypatch, source):
+    monkeypatch.setattr(server.service, "reasons", True)
+    monkeypatch.setattr(server.service, "template", Template(source, "t"))
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"thinking_token_budget": 5} if source is OPEN else {}
+    options = {"model": "tiny", "messages": ASK, "max_tokens": 80, "seed": 1, "response_format": form}
+    made = client.chat.completions.create(**options, extra_body=body).choices[0]
+    assert json.loads(made.message.content)["a"] in (1, 2)
+    assert made.finish_reason == "stop"
+    if source is OPEN:
+        assert made.message.reasoning
+    choice = {"type": "function", "function": {"name": "now"}}
+    options = {**options, "tools": TOOLS, "tool_choice": choice, "response_format": openai.NOT_GIVEN}
+    called = client.chat.completions.create(**options, extra_body=body).choices[0].message
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in called.tool_calls] == [("now", {})]
+
+
 def test_a_budget_of_a_request(client, server, monkeypatch):
     monkeypatch.setattr(server.service, "reasons", True)
     monkeypatch.setattr(server.service, "template", Template(OPEN, "open"))
@@ -184,7 +227,8 @@ def test_a_budget_of_a_request(client, server, monkeypatch):
     assert whole.completion_tokens_details.reasoning_tokens == 5
     with pytest.raises(openai.BadRequestError, match="give 0 or more"):
         client.chat.completions.create(**{**options, "extra_body": {"thinking_token_budget": -1}})
-    with pytest.raises(openai.BadRequestError, match="no grammar or schema"):
+    monkeypatch.setattr(server.service, "template", Template(CLOSED, "closed"))
+    with pytest.raises(openai.BadRequestError, match="has not ended the reasoning"):
         client.chat.completions.create(**options, response_format={"type": "json_object"})
     monkeypatch.setattr(server.service, "reasons", False)
     with pytest.raises(openai.BadRequestError, match="--reasoning-parser"):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.grammar import Matcher
+from ridgeline.serve.reasoning import ReasoningGrammar
 from ridgeline.serve.request import EngineRequest, Finish, OutputEvent, TokenLogprob, Vector
 from ridgeline.spec.errors import UserError
 
@@ -277,7 +278,7 @@ class ServeJob:
         if delta.finish and text.stop is None:
             delta.text += text.flush()
         grammar = self.request.sampling.grammar
-        if delta.finish and isinstance(grammar, Matcher) and grammar.failures:
+        if delta.finish and isinstance(grammar, (Matcher, ReasoningGrammar)) and grammar.failures:
             delta.finish, delta.error = "error", f"the structure could not be kept: {grammar.failures[0]}"
         if text.stop is not None:
             delta.finish, delta.stop_reason = "stop", text.stop

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
-from ridgeline.serve.request import Finish
+from ridgeline.serve.request import Finish, Grammar
 from ridgeline.serve.tool_calls import Piece, Reader, certain
 
 if TYPE_CHECKING:
@@ -77,46 +77,75 @@ class Reasoned:
         return [Piece(text)] if text else []
 
 
-class ThinkingBudget:
-    """A :class:`ridgeline.serve.request.Grammar` that ends the reasoning once it has ``budget`` tokens."""
+class ReasoningGrammar:
+    """A :class:`ridgeline.serve.request.Grammar` that ends the reasoning in time, and keeps the answer after it."""
 
-    def __init__(self, begin: tuple[int, ...], end: tuple[int, ...], budget: int, thinking: bool) -> None:
-        """``begin``, ``end``: the markers' tokens; ``thinking``: the prompt ends within the reasoning."""
-        self._begin, self._end, self._budget = begin, end, budget
+    def __init__(
+        self, begin: tuple[int, ...], end: tuple[int, ...], thinking: bool, budget: int | None = None,
+        answer: Grammar | None = None,
+    ) -> None:  # fmt: skip
+        """``begin``, ``end``: the markers' tokens; ``thinking``: the prompt ends within the reasoning; ``budget``: most
+        tokens of it; ``answer``: what the answer must be, which need not follow any reasoning."""
+        self._begin, self._end, self._budget, self._answer = begin, end, budget, answer
         self._recent: tuple[int, ...] = ()
         self._spent = 0
         self._thinking = thinking
+        self._first = not thinking
+        """Whether nothing has been written, so that reasoning may begin before an answer that is kept."""
         self._due: list[int] = []
-        """Tokens of the end marker that are still to be written."""
+        """Tokens of a marker that are still to be written."""
         self._stop_in_time()
 
-    def allowed(self) -> list[int] | None:
+    @property
+    def failures(self) -> list[str]:
+        """Why the answer could not be kept."""
+        return list(getattr(self._answer, "failures", ()))
+
+    def allowed(self) -> Sequence[int] | None:
         """As the protocol says."""
-        return self._due[:1] or None
+        if self._due:
+            return self._due[:1]
+        if self._thinking or self._answer is None:
+            return None
+        found = self._answer.allowed()
+        return [*found, self._begin[0]] if self._first and found is not None else found
 
     def accept(self, token: int) -> None:
         """As the protocol says."""
+        first, self._first = self._first, False
         self._recent = (*self._recent, token)[-max(len(self._begin), len(self._end)) :]
         if self._due:
             self._due.pop(0)
-            self._thinking = bool(self._due)
-        elif not self._thinking:
-            if self._recent[-len(self._begin) :] == self._begin:
-                self._thinking, self._spent = True, 0
-                self._stop_in_time()
-        else:
+            if not self._due:
+                self._turn(not self._thinking)
+        elif self._thinking:
             self._spent += 1
             self._thinking = self._recent[-len(self._end) :] != self._end
             self._stop_in_time()
+        elif self._answer is None:
+            if self._recent[-len(self._begin) :] == self._begin:
+                self._turn(True)
+        elif first and token == self._begin[0]:
+            self._due = list(self._begin[1:])
+            if not self._due:
+                self._turn(True)
+        else:
+            self._answer.accept(token)
 
-    def fork(self) -> ThinkingBudget:
+    def fork(self) -> ReasoningGrammar:
         """As the protocol says."""
         made = copy(self)
         made._due = list(self._due)
+        made._answer = self._answer.fork() if self._answer is not None else None
         return made
 
+    def _turn(self, thinking: bool) -> None:
+        """A marker has been written."""
+        self._thinking, self._spent = thinking, 0
+        self._stop_in_time()
+
     def _stop_in_time(self) -> None:
-        if self._thinking and self._spent >= self._budget:
+        if self._thinking and self._budget is not None and self._spent >= self._budget:
             self._due = list(self._end)
 
 

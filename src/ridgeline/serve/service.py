@@ -21,7 +21,7 @@ from ridgeline.serve.fields import Side, prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.harmony import ChannelCount, ChannelReader
 from ridgeline.serve.openai import Completion, Sampled
-from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ReasoningCount, ThinkingBudget
+from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ReasoningCount, ReasoningGrammar
 from ridgeline.serve.request import SHORTEN, TOO_LONG, Busy, EngineRequest, Invalid, NotFound, Pooling, Sampling
 from ridgeline.serve.tool_calls import LIST, Calls, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
@@ -274,8 +274,8 @@ class Service:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         structure = sampling.grammar is not None
         begun = self._begun(prompt, structure)
-        if body.thinking_token_budget is not None:
-            sampling = replace(sampling, grammar=self._thinking_budget(body.thinking_token_budget, begun, sampling))
+        if body.thinking_token_budget is not None or (structure and begun is not None):
+            sampling = self._with_reasoning(sampling, begun, body.thinking_token_budget)
         prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
         prepared.reader = reader
         if self._in_channels(structure):
@@ -294,10 +294,12 @@ class Service:
         return self.channels and not structure
 
     def _begun(self, prompt: Sequence[int], structure: bool) -> bool | None:
-        """Whether the prompt ends within reasoning; None where none is told apart: a ``structure`` leaves no room."""
-        if structure or self.channels or not self.reasons:
+        """Whether the prompt ends within reasoning; None where none is told apart. A ``structure`` comes after it, and
+        has none before it where the prompt has ended it."""
+        if self.channels or not self.reasons:
             return None
-        return self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip().endswith(BEGIN)
+        end = self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip()
+        return None if structure and end.endswith(END) else end.endswith(BEGIN)
 
     def chats(self, body: ChatBatch, key: bytes) -> PreparedRequest:
         """The jobs of several chats. Raises :class:`Invalid`."""
@@ -361,21 +363,21 @@ class Service:
             found = max(count, found or 0)
         return found
 
-    def _thinking_budget(self, budget: int, begun: bool | None, sampling: Sampling) -> ThinkingBudget:
-        """Ends the reasoning after ``budget`` tokens. Raises :class:`Invalid` where none is told apart, or its end may
-        not be written."""
-        if budget < 0:
+    def _with_reasoning(self, sampling: Sampling, begun: bool | None, budget: int | None) -> Sampling:
+        """With reasoning that ends after ``budget`` tokens, and before what the answer must be. Raises :class:`Invalid`
+        where no reasoning is told apart, or its end may not be written."""
+        if budget is not None and budget < 0:
             raise Invalid("thinking_token_budget", f"is {budget}", "give 0 or more")
         if begun is None:
-            what = "needs a server with --reasoning-parser, and a response that no grammar or schema constrains"
+            what = "needs a server with --reasoning-parser, and a prompt that has not ended the reasoning"
             raise Invalid("thinking_token_budget", what, "leave it out")
         begin, end = (tuple(self.vocabulary.encode(mark, special=False)) for mark in (BEGIN, END))
         allowed, bad = sampling.allowed_token_ids, {word[-1] for word in sampling.bad_words}
         for name, refused in (("allowed_token_ids", bool(allowed) and not set(end) <= set(allowed)),
                               ("bad_words", not bad.isdisjoint(end))):  # fmt: skip
             if refused:
-                raise Invalid(name, f"does not let {END} be written, which thinking_token_budget needs", "change it")
-        return ThinkingBudget(begin, end, budget, begun)
+                raise Invalid(name, f"does not let {END} be written, which ends the reasoning", "change it")
+        return replace(sampling, grammar=ReasoningGrammar(begin, end, begun, budget, sampling.grammar))
 
     def _bad_words(self, body: Sampled) -> tuple[tuple[int, ...], ...]:
         """The token sequences of the words, alone and after a space."""

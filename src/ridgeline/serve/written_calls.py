@@ -102,8 +102,8 @@ class WrittenCalls:
             size = len(self._held) if last or self._alone else certain(self._held, self._begin)
             plain, self._held = self._held[:size], self._held[size:]
         else:
-            plain, after = self._held[:at].rstrip(), at + len(self._begin)
-            self._opened, self._held, self._state = self._held[len(plain) : after], self._held[after:], "calls"
+            plain, end = self._held[:at].rstrip(), at + len(self._begin)
+            self._opened, self._held, self._state = self._held[len(plain) : end], self._held[end:], "calls"
         if plain and not (self._count and plain.isspace()):
             found.append(Piece(plain))
         return at >= 0
