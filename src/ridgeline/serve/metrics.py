@@ -21,7 +21,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2,
 _TOKENS = tuple(float(1 << i) for i in range(0, 18))
 _VLLM = (
     ("waiting", "num_requests_waiting"), ("running", "num_requests_running"), ("kv_usage", "kv_cache_usage_perc"),
-    ("kv_usage", "gpu_cache_usage_perc"), ("prompt_tokens", "prompt_tokens"), ("prompt_tokens", "prefix_cache_queries"),
+    ("kv_usage", "gpu_cache_usage_perc"), ("sought_tokens", "prompt_tokens"), ("sought_tokens", "prefix_cache_queries"),
     ("cached_tokens", "prefix_cache_hits"), ("generated_tokens", "generation_tokens"),
     ("preemptions", "num_preemptions"), ("requests_finished", "request_success"),
     ("time_to_first_token_seconds", "time_to_first_token_seconds"),
@@ -119,8 +119,9 @@ class _State:
         ):
             yield GaugeMetricFamily(f"ridgeline_{name}", what, value)
         for name, value, what in (
-            ("prompt_tokens", s.prompt_tokens, "Prompt tokens."),
+            ("prompt_tokens", s.prompt_tokens, "Prompt tokens computed."),
             ("cached_tokens", s.cached_tokens, "Prompt tokens found in the cache."),
+            ("sought_tokens", s.prompt_tokens + s.cached_tokens, "Prompt tokens computed or found in the cache."),
             ("generated_tokens", s.generated_tokens, "Tokens generated."),
             ("preemptions", s.preemptions, "Sequences put back for want of blocks."),
             ("steps", s.steps, "Engine steps."),
