@@ -315,7 +315,9 @@ def test_metrics_are_prometheus_text_and_add_up(folder):
         model = server.service.name
         assert samples["vllm:generation_tokens_total", model] == 15
         prompts = samples["vllm:request_prompt_tokens_sum", model]
-        assert samples["vllm:prefix_cache_queries_total", model] == samples["vllm:prompt_tokens_total", model] == prompts
+        assert (
+            samples["vllm:prefix_cache_queries_total", model] == samples["vllm:prompt_tokens_total", model] == prompts
+        )
         assert 0 < samples["vllm:prefix_cache_hits_total", model] < prompts
         assert samples["vllm:request_success_total", "length", model] == 3
         assert samples["vllm:time_to_first_token_seconds_bucket", "+Inf", model] == 3
