@@ -121,8 +121,10 @@ def _call(at: str, path: str, ca: Path | None, body: dict[str, Any] | None = Non
     from ridgeline.serve.transfer.tls import Tls
     from ridgeline.spec.errors import UserError
 
-    tls = Tls(ca=ca).connecting(named=True) if at.startswith("https://") else None
-
+    encrypted = at.startswith("https://")
+    if ca and not encrypted:
+        raise UserError(f"--tls-ca checks a certificate, and {at} shows none", "give --at https://…")
+    tls = Tls(ca=ca).connecting(named=True) if encrypted else None
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     try:

@@ -110,12 +110,21 @@ def load_fleet(path: Path) -> tuple[FleetFile, list[Tenant]]:
             raise UserError(f"{path}: no checkpoint at {s.checkpoint}", "give the directory of a checkpoint")
         if taken := OWN_OPTIONS.keys() & {o.partition("=")[0] for o in s.options}:
             raise UserError(f"{path}: {min(taken)} is the fleet's own", OWN_OPTIONS[min(taken)])
-    for url in file.fleet.members:
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"{path}: {url!r} in fleet.members is not an address", "write https://10.0.0.6:8001")
+    _check_members(file, path)
     if file.tls is not None:
         _require_usable(file.tls, path)
     return file, tenants
+
+
+def _check_members(file: FleetFile, path: Path) -> None:
+    """Raise :class:`UserError` for servers of other machines that cannot be asked, or cannot ask those of this one."""
+    for url in file.fleet.members:
+        if not url.startswith(("http://", "https://")) or (file.tls and url.startswith("http://")):
+            what = "not encrypted, and [fleet] has certificates" if url.startswith("http://") else "not an address"
+            raise UserError(f"{path}: {url!r} in fleet.members is {what}", "write https://10.0.0.6:8001")
+    if file.fleet.members and any(s.role for s in file.servers):
+        raise UserError(f"{path}: fleet.members cannot fetch caches from servers with a role that start here",
+                        "start all with `ridgeline serve --role`, and `ridgeline router` before them")  # fmt: skip
 
 
 def _require_usable(tls: Tls, path: Path) -> None:
