@@ -3,7 +3,7 @@
     python benchmarks/elastic.py --minutes 30 --ranks 2 --json benchmarks/results/elastic.json
 
 Trains with ``elastic`` and ``--plan`` for so many minutes, while a rank, at random, is killed after a random number of
-steps, at a random moment of the step or of the copy after it. Then trains the same steps without copies and without
+steps, at a random moment of the step or of the copy after it. Then trains as many steps without copies and without
 kills. Counts the steps lost by each kill, the seconds from the kill to the next step, and what a copy adds to a step.
 """
 
@@ -14,8 +14,8 @@ import contextlib
 import json
 import random
 import statistics
-import tempfile
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,24 @@ from ridgeline.techniques.registry import normalize
 
 SPEC = ModelSpec(family="llama", vocab_size=2048, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=4,
                  head_dim=64, intermediate_size=704, max_positions=256, tie_embeddings=False)  # fmt: skip
+STEPS = 10**6
+"""Of the experiment; a run is ended before."""
+
+
+class Enough(Exception):
+    """The minutes, or the steps, are over."""
 
 
 class Killer:
-    """Watches a run and kills its ranks."""
+    """Watches a run, kills its ranks, and ends it at a time or a step."""
 
-    def __init__(self, ranks: int, every: tuple[int, int], stop: float, seed: int) -> None:
+    def __init__(self, ranks: int, every: tuple[int, int], seed: int, stop: float = inf, steps: int = STEPS) -> None:
         self.rng, self.ranks, self.every, self.stop = random.Random(seed), ranks, every, stop
+        self.steps = steps
+        self.losses: dict[int, list[float]] = {}
+        """By step; more than one where it was computed again."""
         self.last, self.next, self.killed_at = 0, self._next(0), 0.0
+        self.kills = 0
         self.again = False
         """Whether the ranks have started again since the kill."""
         self.lost: list[int] = []
@@ -63,9 +73,13 @@ class Killer:
                 self.seconds.append(now - self.times[-1])
             self.times.append(now)
             self.last = message["step"]
-            if self.last >= self.next and now < self.stop and not self.killed_at:
+            self.losses.setdefault(self.last, []).append(message["loss"])
+            if self.last >= self.steps or (now >= self.stop and not self.killed_at):
+                raise Enough
+            if self.last >= self.next and not self.killed_at:
                 time.sleep(self.rng.uniform(0, 2 * statistics.median(self.seconds or [0.1])))
                 self._kill(self.rng.randrange(self.ranks))
+                self.kills += 1
                 self.killed_at, self.next = time.monotonic(), self._next(self.last)
         elif message.get("stage") == "training" and self.last:
             self.lost.append(self.last - message["step"])
@@ -78,10 +92,10 @@ class Killer:
                     p.kill()
 
 
-def experiment(args: argparse.Namespace, steps: int, *more: str) -> Experiment:
+def experiment(args: argparse.Namespace, *more: str) -> Experiment:
     """The run, with these techniques too."""
     device = Device(name="local", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=8e9, memory_bandwidth=1e10)
-    w = Pretrain(seq_len=64, batch_size=8, steps=steps, lr=1e-3, warmup_steps=10, data="stdlib-prose")
+    w = Pretrain(seq_len=64, batch_size=8, steps=STEPS, lr=1e-3, warmup_steps=10, data="stdlib-prose")
     return normalize(Experiment(model=SPEC, cluster=Cluster(device=device, devices_per_node=args.ranks), workload=w,
                                 plan=Plan.parse((*args.plan, *more))))  # fmt: skip
 
@@ -93,26 +107,26 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--plan", nargs="+", default=["zero:stage=2"])
     parser.add_argument("--every", type=int, nargs=2, default=[5, 40], help="steps between two kills")
-    parser.add_argument("--steps", type=int, help="steps of the run; default: measured, to fill the minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     busy = load_average()
-    steps = args.steps or _steps(args)
-    killer = Killer(args.ranks, tuple(args.every), time.monotonic() + 60 * args.minutes, args.seed)
     began = time.monotonic()
-    with memory_folder(None) as memory:
-        options = TrainOptions(memory=memory)
-        result = run_with_restarts(run_job, train_job(experiment(args, steps, "elastic"), options), killer.watch, 3)
+    killer = Killer(args.ranks, tuple(args.every), args.seed, stop=began + 60 * args.minutes)
+    with memory_folder(None) as memory, contextlib.suppress(Enough):
+        job = train_job(experiment(args, "elastic"), TrainOptions(memory=memory))
+        run_with_restarts(run_job, job, killer.watch, 3)
     took = time.monotonic() - began
-    calm = Killer(args.ranks, (10**9, 10**9), 0.0, 0)
-    straight = run_job(train_job(experiment(args, steps), TrainOptions()), calm.watch)["losses"]
-    worst = max(abs(a / b - 1) for a, b in zip(result["losses"], straight, strict=True))
+    calm = Killer(args.ranks, (STEPS, STEPS), 0, steps=killer.last)
+    with contextlib.suppress(Enough):
+        run_job(train_job(experiment(args), TrainOptions()), calm.watch)
+    straight = {step: losses[0] for step, losses in calm.losses.items()}
+    worst = max(abs(x / straight[step] - 1) for step, losses in killer.losses.items() for x in losses)
     copied, plain = statistics.median(killer.seconds), statistics.median(calm.seconds)
     found = {
-        "plan": [*args.plan, "elastic"], "ranks": args.ranks, "steps": steps, "seconds": took,
-        "kills": result["restarts"], "steps_lost": {str(n): killer.lost.count(n) for n in sorted(set(killer.lost))},
-        "worst_relative_loss_difference": worst, "first_and_last_loss": [straight[0], straight[-1]],
+        "plan": [*args.plan, "elastic"], "ranks": args.ranks, "steps": killer.last, "seconds": took,
+        "kills": killer.kills, "steps_lost": {str(n): killer.lost.count(n) for n in sorted(set(killer.lost))},
+        "worst_relative_loss_difference": worst, "first_and_last_loss": [straight[1], straight[killer.last]],
         "recovery_s": {"median": statistics.median(killer.recovery), "largest": max(killer.recovery)},
         "step_s": {"with_copies": copied, "without": plain, "ratio": copied / plain},
         "load_before": busy, "load_after": load_average(), "commit": commit(),
@@ -121,16 +135,9 @@ def main() -> None:
     print(json.dumps(found, indent=1))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if worst > 1e-6 or max(killer.lost) > 1 or len(killer.lost) != result["restarts"]:
+    continued = worst <= 1e-6 and killer.losses.keys() == straight.keys()
+    if not continued or max(killer.lost) > 1 or len(killer.lost) != killer.kills:
         raise SystemExit("the run was not continued as it should be")
-
-
-def _steps(args: argparse.Namespace) -> int:
-    """Steps that fill the minutes, from a short run with copies."""
-    trial = Killer(args.ranks, (10**9, 10**9), 0.0, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        run_job(train_job(experiment(args, 30, "elastic"), TrainOptions(memory=folder)), trial.watch)
-    return max(60, int(60 * args.minutes / (2 * statistics.median(trial.seconds))))
 
 
 if __name__ == "__main__":

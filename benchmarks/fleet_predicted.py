@@ -6,8 +6,10 @@ trace scaled down.
 
 Starts ``ridgeline fleet up``, sends the trace's requests (lengths divided by ``--shorter``, at ``--rates``) with
 ``ridgeline load``, and predicts the same file as ``predict --fleet`` does, from a probe of this machine in the same
-run. A round in which other processes took more than ``--others`` of the processors' time is repeated, ``--rounds``
-times at most; the results hold that share for every round that was kept.
+run. A probe or a round in which other processes took more than ``--others`` of the processors' time is repeated,
+``--rounds`` times at most; results hold that share for the probe and for every round that was kept, and what servers,
+router and load generator took themselves: all of them share this machine. If no probe or too few rounds were quiet,
+nothing is compared.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from ridgeline import catalog, fleets
 from ridgeline.data.batches import train_tokenizer
 from ridgeline.data.text import documents
-from ridgeline.measure.environment import fingerprint, load_average
+from ridgeline.measure.environment import commit, fingerprint, load_average
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.init import build
 from ridgeline.predict.fleet.predict_fleet import predict_fleet
@@ -39,16 +42,18 @@ from ridgeline.spec.result import Result
 METRICS = ("requests_per_s", "tokens_per_s", "ttft_p50_s", "tpot_p50_s", "e2e_p50_s")
 LIMITS = {"ttft_p50_s": 0.20, "tpot_p50_s": 0.20}
 """What predicted over measured may be off by."""
+T = TypeVar("T")
 
 
 def main() -> int:
-    """Run the benchmark; exit code 1 when a prediction misses its limit."""
+    """Run the benchmark; exit code 1 when a prediction misses its limit, 2 when the machine was not idle."""
     args = _arguments()
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["RIDGELINE_HOME"] = str(folder / "home")  # a profile of this run alone
-        subprocess.run([sys.executable, "-m", "ridgeline", "probe"], check=True, stdout=subprocess.DEVNULL)
+        probe = [sys.executable, "-m", "ridgeline", "probe"]
+        probed = _quiet(args, 1, lambda: subprocess.run(probe, check=True, stdout=subprocess.DEVNULL))[0]
         model, trace = _checkpoint(args, folder / "model"), folder / "trace.jsonl"
         for rate in args.rates:
             _scaled(args, rate, trace)
@@ -56,8 +61,9 @@ def main() -> int:
                 rows.append(_compare(args, folder, model, trace, rate, replicas))
     missed = [f"{r['replicas']} at {r['rate']:g}/s: {m}" for r in rows for m, most in LIMITS.items()
               if abs(r[m]["ratio"] - 1) > most]  # fmt: skip
-    report = {"model": args.model, "shorter": args.shorter, "requests": args.requests, "limits": LIMITS, "loads": rows,
-              "missed": missed, "environment": fingerprint()}  # fmt: skip
+    report = {"model": args.model, "shorter": args.shorter, "requests": args.requests, "limits": LIMITS,
+              "probe": probed[1], "loads": rows, "missed": missed, "commit": commit(),
+              "environment": fingerprint()}  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print("missed: " + (", ".join(missed) or "nothing"))
@@ -69,7 +75,7 @@ def _compare(args: argparse.Namespace, folder: Path, model: Path, trace: Path, r
     file.write_text(f'[fleet]\nport = 0\npolicy = "least-loaded"\n[[servers]]\ncheckpoint = "{model}"\nreplicas = {n}\n'
                     'options = ["--max-num-seqs", "64"]\n', encoding="utf-8")  # fmt: skip
     busy = load_average()
-    runs, router_s, others = _measure(file, trace, n, model, args)
+    runs, router_s, shares = _measure(file, trace, n, model, args)
     spec = fleets.load(file)
     spec = spec.model_copy(update={"fleet": spec.fleet.model_copy(update={"router_s": router_s})})
     predicted = predict_fleet(spec, fleets.replicas_of(spec, str(model), {"trace": str(trace), "dtype": "fp32"}))
@@ -78,7 +84,7 @@ def _compare(args: argparse.Namespace, folder: Path, model: Path, trace: Path, r
         "rate": rate,
         "load_average": busy,
         "router_s": router_s,
-        "others_share": others,
+        "shares": shares,
     }
     for name in METRICS:
         values = [r.metrics[name].value for r in runs]
@@ -91,14 +97,14 @@ def _compare(args: argparse.Namespace, folder: Path, model: Path, trace: Path, r
 
 def _measure(
     file: Path, trace: Path, n: int, model: Path, args: argparse.Namespace
-) -> tuple[list[Result], float, list[float]]:
+) -> tuple[list[Result], float, list[dict[str, float]]]:
     """What clients of the running fleet measured, the seconds that its router adds to an idle server's TTFT, and the
-    share of the processors that other processes took in each round."""
+    shares of the processors that other processes and ours took in each round."""
     up = subprocess.Popen([sys.executable, "-m", "ridgeline", "fleet", "up", str(file)], stderr=subprocess.PIPE,
                           text=True)  # fmt: skip
     assert up.stderr
     try:
-        url, members = "", []
+        url, members = "", list[str]()
         while not (url and len(members) == n):
             line = up.stderr.readline()
             if not line:
@@ -109,25 +115,41 @@ def _measure(
         drained = subprocess.Popen(["cat"], stdin=up.stderr, stdout=subprocess.DEVNULL)
         alone = ["--arrival", "closed:1", "--requests", "40", "--input-len", "32", "--output-len", "2"]
         _load(members[0], model, alone)
-        direct, routed = (_load(to, model, alone).metrics["ttft_p50_s"].value for to in (members[0], url))
-        kept: list[tuple[float, Result]] = []
-        for _ in range(args.rounds):
-            before = _busy_of_others()
-            result = _load(url, model, ["--arrival", f"trace:{trace}", "--warmup", str(4 * n)])
-            share = _share(before, _busy_of_others())
-            print(f"  a round: others took {share:.0%}", flush=True)
-            kept = sorted([*kept, (share, result)], key=lambda pair: pair[0])[: args.repeats]
-            if len(kept) == args.repeats and kept[-1][0] <= args.others:
-                break
+
+        def added() -> float:
+            direct, routed = (_load(to, model, alone).metrics["ttft_p50_s"].value for to in (members[0], url))
+            return max(0.0, routed - direct)
+
+        router_s = _quiet(args, 1, added)[0][0]
+        options = ["--arrival", f"trace:{trace}", "--warmup", str(4 * n)]
+        kept = _quiet(args, args.repeats, lambda: _load(url, model, options))
     finally:
         up.send_signal(signal.SIGTERM)
         up.wait(60)
     drained.wait(60)
-    return [r for _, r in kept], max(0.0, routed - direct), [share for share, _ in kept]
+    return [r for r, _ in kept], router_s, [share for _, share in kept]
 
 
-def _busy_of_others() -> tuple[float, float]:
-    """(seconds, seconds of processors that ran other processes than ours)."""
+def _quiet(args: argparse.Namespace, repeats: int, act: Callable[[], T]) -> list[tuple[T, dict[str, float]]]:
+    """What ``act`` returned in its ``repeats`` quietest rounds, each with the shares of the processors. Exits where
+    these were not quiet enough."""
+    kept: list[tuple[T, dict[str, float]]] = []
+    for _ in range(args.rounds):
+        before = _busy()
+        found = act()
+        seconds, others, own = (b - a for a, b in zip(before, _busy(), strict=True))
+        all_s = seconds * (psutil.cpu_count() or 1)
+        share = {"others": max(0.0, others / all_s), "own": own / all_s}
+        print(f"  a round: others took {share['others']:.0%}, ours {share['own']:.0%}", flush=True)
+        kept = sorted([*kept, (found, share)], key=lambda pair: pair[1]["others"])[:repeats]
+        if len(kept) == repeats and kept[-1][1]["others"] <= args.others:
+            return kept
+    print(f"the machine was not idle: others took more than {args.others:.0%} in all but a few of {args.rounds} rounds")
+    raise SystemExit(2)
+
+
+def _busy() -> tuple[float, float, float]:
+    """(seconds, seconds of processors that ran other processes than ours, and ours)."""
     times = psutil.cpu_times()
     busy = sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
     me = psutil.Process()
@@ -135,11 +157,7 @@ def _busy_of_others() -> tuple[float, float]:
     for p in (me, *me.children(recursive=True)):
         spent = p.cpu_times()
         own += spent.user + spent.system + spent.children_user + spent.children_system
-    return time.monotonic(), busy - own
-
-
-def _share(before: tuple[float, float], after: tuple[float, float]) -> float:
-    return max(0.0, (after[1] - before[1]) / (after[0] - before[0]) / (psutil.cpu_count() or 1))
+    return time.monotonic(), busy - own, own
 
 
 def _load(url: str, model: Path, options: list[str]) -> Result:

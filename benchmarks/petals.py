@@ -3,9 +3,10 @@
     python benchmarks/petals.py --json benchmarks/results/petals.json
 
 Server processes with one thread each on this machine, each with a third of the layers (and spare ones for the
-recovery); the network's delay is injected into the transport. Offload is `zero_inference` from disk with the layers
-that one server holds resident: the same memory for weights. Medians over tokens; the configurations take turns. All
-share this machine's cores; the load average is in the results.
+recovery); the network's delay is injected into the transport. Offload is `zero_inference` from disk, past the page
+cache, with the layers that one server holds resident: the same memory for weights. Medians over tokens; the
+configurations take turns. Predictions are from a probe of this machine with one thread, in the same run. All share this
+machine's cores; the load average is in the results.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from typing import Any
 
 import torch
 
-from ridgeline.measure.environment import fingerprint, load_average
+from ridgeline import experiments
+from ridgeline.measure.environment import commit, fingerprint, load_average
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.predict import predict
 from ridgeline.runtime.build import Build
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
@@ -48,6 +51,8 @@ SPEC = ModelSpec(family="llama", vocab_size=8192, hidden_size=1024, num_layers=2
 LAYER_BYTES = 4 * sum(p.numel for p in SPEC.parameters() if p.name.startswith("layers.0."))
 SECRET = b"the secret of this benchmark"
 RTTS = (0.0, 0.02, 0.05, 0.1, 0.2)
+LOOPBACK = 1e9
+"""Bytes/s of this machine's own network, about: 8 KB of a token's activations take no time on it."""
 PARTS = ("0-7", "8-15", "16-23")
 
 
@@ -120,6 +125,12 @@ def offloaded(path: Path, prompt: list[int], count: int, resident: int) -> tuple
             token = decode(model, token, cache).argmax(-1)
 
 
+def foretold(path: Path, prompt: int, count: int, on: str, plan: list[str]) -> float:
+    """Predicted seconds of a token on this machine's profile."""
+    work = {"kind": "generate", "batch_size": 1, "prompt_len": prompt, "output_len": count}
+    return predict(experiments.make(str(path), on, work, plan)).metrics["tpot_s"].value
+
+
 def recovery(path: Path, prompt: list[int], at: int) -> dict[str, Any]:
     """`kill -9` of one of five servers after ``at`` tokens."""
     with ExitStack() as stack:
@@ -165,6 +176,8 @@ def main() -> None:
     prompt = [(37 * i) % SPEC.vocab_size for i in range(64)]
     out: dict[str, Any] = {"load_before": load_average(), "rtt": [], "offload": []}
     with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"RIDGELINE_HOME": f"{folder}/home", "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", "ridgeline", "probe"], check=True, stdout=subprocess.DEVNULL)
         path = Path(folder) / "model"
         model = build(SPEC, seed=0)
         save_checkpoint(model, path)
@@ -189,23 +202,31 @@ def main() -> None:
                 rates.setdefault("offload", []).append(statistics.median(times[1:]))
                 print({k: round(statistics.median(v), 4) for k, v in rates.items()}, file=sys.stderr)
         seconds = {k: statistics.median(v) for k, v in rates.items()}
-        zero = seconds["rtt 0.0"]
         for rtt in RTTS:
             found = seconds[f"rtt {rtt}"]
-            predicted = zero + 3 * rtt
+            plan = [f"petals:servers=3,rtt={rtt},rate={LOOPBACK:g}"]
+            predicted = foretold(path, len(prompt), args.tokens, "3x1xlocal", plan)
             out["rtt"].append({
                 "rtt_s": rtt, "token_s": found, "tokens_per_s": 1 / found, "predicted_token_s": predicted,
-                "measured/predicted": found / predicted, "against_offload": seconds["offload"] / found,
+                "predicted/measured": predicted / found, "against_offload": seconds["offload"] / found,
                 "rounds": rates[f"rtt {rtt}"],
             })  # fmt: skip
-        out["offload"] = {"token_s": seconds["offload"], "tokens_per_s": 1 / seconds["offload"],
+        plan = ["zero_inference:parameters=nvme,resident=8"]
+        slow = foretold(path, len(prompt), 6, "local", plan)
+        out["offload"] = {"predicted_token_s": slow, "predicted/measured": slow / seconds["offload"],
+                          "token_s": seconds["offload"], "tokens_per_s": 1 / seconds["offload"],
                           "read_bytes_per_s": 16 * LAYER_BYTES / seconds["offload"],
                           "resident_layers": 8, "rounds": rates["offload"],
                           "same_tokens_as_plain": texts["offload"] == texts["plain"][:6]}  # fmt: skip
         out["plain"] = {"token_s": seconds["plain"], "rounds": rates["plain"]}
         out["bytes_per_token"] = {w: 6 * wire_bytes(1, SPEC.hidden_size, w) for w in ("blockwise8", "plain")}
         out["recovery"] = [recovery(path, prompt, at) for at in (16, 64)]
-    out |= {"model": SPEC.model_dump(exclude_defaults=True), "environment": fingerprint(), "load_after": load_average()}
+    out |= {
+        "model": SPEC.model_dump(exclude_defaults=True),
+        "commit": commit(),
+        "environment": fingerprint(),
+        "load_after": load_average(),
+    }
     text = json.dumps(out, indent=1)
     print(text)
     if args.json:

@@ -301,7 +301,7 @@ def test_metrics_are_prometheus_text_and_add_up(folder):
 
     with running(folder) as server:
         for _ in range(3):
-            call(server, "/v1/completions", {**LONG, "max_tokens": 5})
+            call(server, "/v1/completions", {**LONG, "prompt": "x" * 50, "max_tokens": 5})
         _, headers, text = call(server, "/metrics")
         assert headers["content-type"].startswith("text/plain")
         samples = {
@@ -314,6 +314,11 @@ def test_metrics_are_prometheus_text_and_add_up(folder):
         assert samples["ridgeline_kv_blocks_used",] == 0
         model = server.service.name
         assert samples["vllm:generation_tokens_total", model] == 15
+        prompts = samples["vllm:request_prompt_tokens_sum", model]
+        assert (
+            samples["vllm:prefix_cache_queries_total", model] == samples["vllm:prompt_tokens_total", model] == prompts
+        )
+        assert 0 < samples["vllm:prefix_cache_hits_total", model] < prompts
         assert samples["vllm:request_success_total", "length", model] == 3
         assert samples["vllm:time_to_first_token_seconds_bucket", "+Inf", model] == 3
         assert samples["vllm:num_requests_running", model] == samples["vllm:kv_cache_usage_perc", model] == 0

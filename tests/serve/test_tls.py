@@ -3,12 +3,12 @@
 import asyncio
 import shutil
 import ssl
-import subprocess
 import urllib.error
 import urllib.request
 
 import pytest
 import torch
+from tests.certificates import certificates
 from tests.serve.running import running, tiny
 from tests.serve.transferring import pair, split
 from tests.serving import alone, ask, model
@@ -22,24 +22,6 @@ from ridgeline.swarm.link import Answer, Link, Links, Listener
 
 SECRET = b"a secret of the tests"
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
-
-
-def certificates(folder, name):
-    """An authority and a certificate of it for this machine."""
-    folder.mkdir()
-    ca, ca_key, cert, key, asked = (folder / f"{name}.{end}" for end in ("ca", "ca-key", "cert", "key", "csr"))
-    extra = folder / "san"
-    extra.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-
-    def openssl(*words):
-        subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *curve, "-keyout", ca_key, "-out", ca, "-days", 2, "-subj", f"/CN={name}")
-    openssl("req", *curve, "-keyout", key, "-out", asked, "-subj", "/CN=a machine")
-    openssl("x509", "-req", "-in", asked, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-out", cert, "-days", 2,
-            "-extfile", extra)  # fmt: skip
-    return Tls(cert, key, ca)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +141,7 @@ def test_clients_and_a_router_over_https(tmp_path, ours, theirs):
 
     async def through_router(url):
         routing = Router(Members([url]), LeastLoaded())
-        routing.members_tls = ours.connecting(named=True)
+        routing.members.all[0].tls = ours.connecting(named=True)
         runner = aiohttp.web.AppRunner(routing.app())
         await runner.setup()
         await aiohttp.web.TCPSite(runner, "127.0.0.1", 0, ssl_context=ours.listening(mutual=False)).start()

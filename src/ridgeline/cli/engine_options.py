@@ -40,6 +40,9 @@ SecretFile = Annotated[
 TlsCert = Annotated[Path | None, typer.Option(help="This machine's certificate (PEM); connections are encrypted then.")]
 TlsKey = Annotated[Path | None, typer.Option(help="The certificate's key (PEM).")]
 TlsCa = Annotated[Path | None, typer.Option(help="Certificate of the authority whose certificates are accepted (PEM).")]
+TlsClients = Annotated[
+    bool, typer.Option("--tls-clients", help="Clients, too, must show a certificate of the authority.")
+]
 DiskFolder = Annotated[Path | None, typer.Option("--disk", help="Folder on a disk that layers may rest on.")]
 
 _DTYPES = ("auto", "fp32", "bf16", "fp16")

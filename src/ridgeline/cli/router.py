@@ -64,7 +64,8 @@ def router(
     members = Members(servers, say, member_key)
     known = Tenants(load_tenants(tenants) if tenants else ())
     routing = Router(members, POLICIES[policy](), known, Limits(wait_s=wait), admin_key, secret)
-    routing.members_tls = tls.connecting(named=True) if tls else None
+    for member in members.all:
+        member.tls = tls.connecting(named=True) if tls else True
     certificate = tls.listening(mutual=False) if tls and tls.cert else None
 
     async def run() -> None:

@@ -23,6 +23,7 @@ from ridgeline.cli.engine_options import (
     Seqs,
     TlsCa,
     TlsCert,
+    TlsClients,
     TlsKey,
     Tokenizer,
     make_engine,
@@ -105,6 +106,7 @@ def serve(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    tls_clients: TlsClients = False,
     max_model_len: Length = None,
     dtype: DType = "auto",
     max_num_seqs: Seqs = None,
@@ -152,8 +154,9 @@ def serve(
     from ridgeline.techniques.registry import bringing
 
     keys, admin_keys = _keys("API", api_key), _keys("ADMIN", [admin_key] if admin_key is not None else None)
-    if not (keys or insecure or loopback(host)):
-        raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
+    if not (keys or insecure or tls_clients or loopback(host)):
+        raise UserError(f"--host {host} lets other machines in, and there is no key",
+                        "give --api-key, --tls-clients, or --insecure")  # fmt: skip
     body, prefix = number_of_bytes("--max-body", max_body), path_prefix(root_path)
     options = Options(tool_call_parser, enable_auto_tool_choice, pooling, reasoning_parser, generation_config,
                       max_logprobs, enable_force_include_usage, enable_per_request_metrics,
@@ -164,9 +167,9 @@ def serve(
     if scheduling_policy == "fair" and len(keys) < 2:
         raise UserError("--scheduling-policy fair shares between API keys, and there are not two", "give two --api-key")
     secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
-    tls = Tls.of(tls_cert, tls_key, tls_ca)
+    tls = Tls.of(tls_cert, tls_key, tls_ca, tls_clients)
     if tls is not None and (tls.cert or role is not None):
-        tls.listening(mutual=role is not None)  # a wrong file is found before the checkpoint is loaded
+        tls.listening(mutual=role is not None or tls_clients)  # a wrong file is found before the checkpoint is loaded
     if role is None and not with_:
         _require_peers(tls)
     if role is not None:
@@ -214,10 +217,11 @@ def _require_peers(tls: Tls | None) -> None:
     """Raise :class:`UserError` for an authority at a server that exchanges nothing with others."""
     from ridgeline.spec.errors import UserError
 
-    if tls is not None and tls.ca:
+    if tls is not None and tls.ca and not tls.clients:
         raise UserError("--tls-ca checks the certificates of a fleet's other servers, and this one has no --role;"
                         " clients are known by their keys",
-                        "give --api-key KEY and leave --tls-ca out, or give --role prefill|decode|mixed")  # fmt: skip
+                        "give --api-key KEY and leave --tls-ca out, --tls-clients to check clients with it, or"
+                        " --role prefill|decode|mixed")  # fmt: skip
 
 
 def _member(loop: EngineLoop, secret: bytes, host: str, port: int, tls: Tls | None) -> FleetMember | None:

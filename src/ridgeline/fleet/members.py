@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import aiohttp
@@ -52,6 +54,8 @@ class Member:
     """Sequences that it has, in the same way."""
     most_sequences: int = 1
     """Sequences of one of its steps."""
+    tls: ssl.SSLContext | Literal[True] = True
+    """How its certificate is checked; True: as the system does."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it is down: what it has not answered is asked of another."""
 
@@ -102,14 +106,15 @@ class Members:
 
     async def look(self, session: aiohttp.ClientSession, member: Member) -> None:
         """Whether a member is healthy, and what it serves."""
-        limit, headers = aiohttp.ClientTimeout(total=PATIENCE), self.headers | PLAIN
+        get = partial(session.get, headers=self.headers | PLAIN, timeout=aiohttp.ClientTimeout(total=PATIENCE),
+                      ssl=member.tls)  # fmt: skip
         try:
-            async with session.get(f"{member.url}/health", headers=headers, timeout=limit) as answer:
+            async with get(f"{member.url}/health") as answer:
                 answer.raise_for_status()
-            async with session.get(f"{member.url}/v1/models", headers=headers, timeout=limit) as answer:
+            async with get(f"{member.url}/v1/models") as answer:
                 answer.raise_for_status()
                 member.models = frozenset(str(m["id"]) for m in (await answer.json())["data"])
-            async with session.get(f"{member.url}/fleet-member", headers=headers, timeout=limit) as answer:
+            async with get(f"{member.url}/fleet-member") as answer:
                 _describe(member, await answer.json() if answer.status == 200 else None)
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as e:
             member.missed += 1

@@ -20,6 +20,7 @@ from ridgeline.fleet.router import Limits, Router
 from ridgeline.fleet.tenants import Tenant, Tenants, tenants_of
 from ridgeline.jobs.launch import free_port
 from ridgeline.serve.transfer.secret import VARIABLE, read_secret
+from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -27,6 +28,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+OWN_OPTIONS = {"--role": 'write role = "…" beside it', **dict.fromkeys(("--port", "--host", "--fleet-secret-file"),
+               "leave it out"), **dict.fromkeys(("--tls-cert", "--tls-key", "--tls-ca", "--tls-clients"),
+               "write tls_cert, tls_key and tls_ca in [fleet]")}  # fmt: skip
+"""Options of a server that the fleet gives itself, and what to do instead."""
 LONGEST_PAUSE = 30.0
 """Seconds at most before a server that keeps ending is started again."""
 LINE = 1 << 14
@@ -57,6 +62,14 @@ class FleetTable(_Table):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535)
+    members: list[str] = []
+    """Addresses of servers of other machines, which were started there."""
+    tls_cert: Path | None = None
+    """This machine's certificate (PEM). With it all connections are encrypted, and the router and the servers check
+    each other's certificates."""
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+    """Certificate of the authority whose certificates are accepted."""
     policy: Literal["prefix", "least-loaded", "random"] = "prefix"
     wait_s: float = Field(default=30.0, ge=0)
     """Seconds that a request waits for a server to come up."""
@@ -69,6 +82,12 @@ class FleetFile(_Table):
 
     fleet: FleetTable = FleetTable()
     servers: list[ServerTable] = Field(min_length=1)
+
+    @property
+    def tls(self) -> Tls | None:
+        """The certificates, if there are any."""
+        f = self.fleet
+        return Tls(f.tls_cert, f.tls_key, f.tls_ca, clients=True) if f.tls_cert or f.tls_key or f.tls_ca else None
 
 
 def load_fleet(path: Path) -> tuple[FleetFile, list[Tenant]]:
@@ -89,21 +108,46 @@ def load_fleet(path: Path) -> tuple[FleetFile, list[Tenant]]:
     for s in file.servers:
         if not Path(s.checkpoint).is_dir():
             raise UserError(f"{path}: no checkpoint at {s.checkpoint}", "give the directory of a checkpoint")
-        if taken := {"--port", "--host", "--role", "--fleet-secret-file"} & {o.partition("=")[0] for o in s.options}:
-            fix = 'write role = "…" beside it' if min(taken) == "--role" else "leave it out"
-            raise UserError(f"{path}: {min(taken)} is the fleet's own", fix)
+        if taken := OWN_OPTIONS.keys() & {o.partition("=")[0] for o in s.options}:
+            raise UserError(f"{path}: {min(taken)} is the fleet's own", OWN_OPTIONS[min(taken)])
+    _check_members(file, path)
+    if file.tls is not None:
+        _require_usable(file.tls, path)
     return file, tenants
+
+
+def _check_members(file: FleetFile, path: Path) -> None:
+    """Raise :class:`UserError` for servers of other machines that cannot be asked, or cannot ask those of this one."""
+    for url in file.fleet.members:
+        if not url.startswith(("http://", "https://")) or (file.tls and url.startswith("http://")):
+            what = "not encrypted, and [fleet] has certificates" if url.startswith("http://") else "not an address"
+            raise UserError(f"{path}: {url!r} in fleet.members is {what}", "write https://10.0.0.6:8001")
+    if file.fleet.members and any(s.role for s in file.servers):
+        raise UserError(f"{path}: fleet.members cannot fetch caches from servers with a role that start here",
+                        "start all with `ridgeline serve --role`, and `ridgeline router` before them")  # fmt: skip
+
+
+def _require_usable(tls: Tls, path: Path) -> None:
+    """Raise :class:`UserError` unless machines can check each other with these files."""
+    given = {"tls_cert": tls.cert, "tls_key": tls.key, "tls_ca": tls.ca}
+    if lacking := [name for name, file in given.items() if file is None]:
+        raise UserError(f"{path}: [fleet] lacks {' and '.join(lacking)}",
+                        "write the machine's certificate, its key and the authority's certificate")  # fmt: skip
+    tls.require_signed()
 
 
 class ServerProcess:
     """One server, whose address stays when it is started again. ``say`` gets its lines."""
 
-    def __init__(self, table: ServerTable, say: Callable[[str], None], secret: bytes) -> None:
+    def __init__(self, table: ServerTable, say: Callable[[str], None], secret: bytes, tls: Tls | None = None) -> None:
         self.table, self.say = table, say
-        self._role = ["--role", table.role] if table.role is not None else []
+        self._own = ["--role", table.role] if table.role is not None else []
+        if tls is not None:
+            self._own += ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-ca", str(tls.ca),
+                          "--tls-clients"]  # fmt: skip
         self._environment = {**os.environ, VARIABLE: secret.decode()}
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         self.process: asyncio.subprocess.Process | None = None
         self.stopping = self.asked = False
 
@@ -114,7 +158,7 @@ class ServerProcess:
             began = asyncio.get_running_loop().time()
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "ridgeline", "serve", self.table.checkpoint, "--host", "127.0.0.1",
-                "--port", str(self.port), *self._role, *self.table.options, stderr=asyncio.subprocess.PIPE,
+                "--port", str(self.port), *self._own, *self.table.options, stderr=asyncio.subprocess.PIPE,
                 start_new_session=True, env=self._environment,
             )  # fmt: skip
             assert self.process.stderr is not None
@@ -165,11 +209,16 @@ class Fleet:
     ) -> None:  # fmt: skip
         self.file, self.say = file, say
         secret = read_secret(None, os.environ.get(VARIABLE)) or secrets.token_hex(32).encode()
-        self.servers = [ServerProcess(table, say, secret) for table in file.servers for _ in range(table.replicas)]
-        members = Members([s.url for s in self.servers], say, member_key)
+        tls = file.tls
+        self.servers = [ServerProcess(t, say, secret, tls) for t in file.servers for _ in range(t.replicas)]
+        own = [s.url for s in self.servers]
+        members = Members([*own, *file.fleet.members], say, member_key)
+        if tls is not None:
+            for m in members.all:  # a certificate names its machine, not the loopback address
+                m.tls = tls.connecting(named=m.url not in own)
         limits = Limits(wait_s=file.fleet.wait_s)
         self.router = Router(members, POLICIES[file.fleet.policy](), Tenants(tenants), limits, admin_key, secret)
-        self.router.restart, self.router.down = self.restart, self.down
+        self.router.restart, self.router.down, self.router.started = self.restart, self.down, own
         self.ended = asyncio.Event()
         self.restarting = asyncio.Lock()
 

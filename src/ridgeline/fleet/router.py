@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import ipaddress
 import json
-import ssl
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -57,10 +56,10 @@ class Router:
         self.secret, self.pools = secret, Pools(members.say)
         self.retries = self.broken = 0
         self.restart: Callable[[], Coroutine[Any, Any, None]] | None = None
-        """Restarts the members one after another, where this process has started them."""
+        """Restarts the members that this process has started, one after another."""
         self.down: Callable[[], None] | None = None
-        self.members_tls: ssl.SSLContext | None = None
-        """What certificates members must have; None: those that the system trusts."""
+        self.started: list[str] = []
+        """Addresses of these members."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def app(self) -> web.Application:
@@ -77,9 +76,8 @@ class Router:
         return app
 
     async def _session(self, app: web.Application) -> AsyncIterator[None]:
-        connector = aiohttp.TCPConnector(limit=0, ssl=self.members_tls or True)
         async with aiohttp.ClientSession(
-            connector=connector, auto_decompress=False, skip_auto_headers=["Accept-Encoding"]
+            connector=aiohttp.TCPConnector(limit=0), auto_decompress=False, skip_auto_headers=["Accept-Encoding"]
         ) as self.session:
             watch = asyncio.create_task(self.members.watch(self.session))
             yield
@@ -121,7 +119,7 @@ class Router:
         try:
             timeout = aiohttp.ClientTimeout(total=PATIENCE)
             url, headers = f"{member.url}/metrics", self.members.headers | PLAIN
-            async with self.session.get(url, headers=headers, timeout=timeout) as answer:
+            async with self.session.get(url, headers=headers, timeout=timeout, ssl=member.tls) as answer:
                 return await answer.text()
         except (aiohttp.ClientError, asyncio.TimeoutError, UnicodeDecodeError):
             return ""
@@ -156,7 +154,7 @@ class Router:
             task = asyncio.create_task(self.restart())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return web.json_response({"members": [m.url for m in self.members.all]}, status=202)
+        return web.json_response({"members": self.started}, status=202)
 
     def _may_manage(self, request: web.Request) -> bool:
         """By the admin key; without one only a program of this machine: no page in a browser, nobody behind a proxy."""
@@ -269,7 +267,7 @@ class Router:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_s)
         async with self.session.request(
             request.method, member.url + request.path_qs, data=body or None, headers=headers, timeout=timeout,
-            allow_redirects=False,
+            allow_redirects=False, ssl=member.tls,
         ) as answer:  # fmt: skip
             kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP}
             if answer.content_type != "text/event-stream":

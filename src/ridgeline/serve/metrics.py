@@ -22,7 +22,7 @@ _TOKENS = tuple(float(1 << i) for i in range(0, 18))
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 _VLLM = (
     ("waiting", "num_requests_waiting"), ("running", "num_requests_running"), ("kv_usage", "kv_cache_usage_perc"),
-    ("kv_usage", "gpu_cache_usage_perc"), ("prompt_tokens", "prompt_tokens"), ("prompt_tokens", "prefix_cache_queries"),
+    ("kv_usage", "gpu_cache_usage_perc"), ("sought_tokens", "prompt_tokens"), ("sought_tokens", "prefix_cache_queries"),
     ("cached_tokens", "prefix_cache_hits"), ("generated_tokens", "generation_tokens"),
     ("preemptions", "num_preemptions"), ("requests_finished", "request_success"),
     ("time_to_first_token_seconds", "time_to_first_token_seconds"),
@@ -153,8 +153,9 @@ class _State:
         yield reasons
         yield InfoMetricFamily("ridgeline_cache_config", "The key/value pool.", dict(self._cache))
         for name, value, what in (
-            ("prompt_tokens", s.prompt_tokens, "Prompt tokens."),
+            ("prompt_tokens", s.prompt_tokens, "Prompt tokens computed."),
             ("cached_tokens", s.cached_tokens, "Prompt tokens found in the cache."),
+            ("sought_tokens", s.prompt_tokens + s.cached_tokens, "Prompt tokens computed or found in the cache."),
             ("generated_tokens", s.generated_tokens, "Tokens generated."),
             ("preemptions", s.preemptions, "Sequences put back for want of blocks."),
             ("steps", s.steps, "Engine steps."),

@@ -301,6 +301,7 @@ class Stats:
     blocks_cached: int
     """Blocks that no sequence holds, kept for their contents."""
     prompt_tokens: int
+    """Prompt tokens that were computed."""
     cached_tokens: int
     """Prompt tokens that were not computed, having been found in the cache."""
     generated_tokens: int

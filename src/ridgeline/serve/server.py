@@ -9,6 +9,7 @@ import ipaddress
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -93,11 +94,13 @@ class Server(uvicorn.Server):
     ) -> None:  # fmt: skip
         """``connections``: how many may be open at once; None: any number. ``tls``: certificate and key."""
         cert, key = (tls.cert, tls.key) if tls else (None, None)
+        authority = str(tls.ca) if tls and tls.clients else None
         self.scheme = "https" if cert else "http"
         super().__init__(
             uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False, server_header=False,
                            http=connection_class(connections), ws="none", timeout_graceful_shutdown=_LAST_BYTES,
-                           ssl_certfile=cert, ssl_keyfile=key)
+                           ssl_certfile=cert, ssl_keyfile=key, ssl_ca_certs=authority,
+                           ssl_cert_reqs=ssl.CERT_REQUIRED if authority else ssl.CERT_NONE)
         )  # fmt: skip
         self.loop, self.drain, self.say = loop, drain, say
         self._signals = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +17,39 @@ class Tls:
     cert: Path | None = None
     key: Path | None = None
     ca: Path | None = None
+    clients: bool = False
+    """Whether HTTP clients, too, must show a certificate of the authority."""
 
     @classmethod
-    def of(cls, cert: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
-        """What options name; None: nothing. Raises :class:`UserError` for a certificate without its key."""
+    def of(cls, cert: Path | None, key: Path | None, ca: Path | None, clients: bool = False) -> Tls | None:
+        """What options name; None: nothing. Raises :class:`UserError` for a certificate without its key, or clients to
+        be checked without an authority."""
         if (cert is None) != (key is None):
             have, lack = ("--tls-cert", "--tls-key") if key is None else ("--tls-key", "--tls-cert")
             raise UserError(f"{have} is given without {lack}", "give both, as PEM files")
-        return cls(cert, key, ca) if cert or ca else None
+        if clients and not (cert and ca):
+            raise UserError("--tls-clients checks the certificates of clients, and one of the files for it is missing",
+                            "give --tls-cert, --tls-key and --tls-ca")  # fmt: skip
+        return cls(cert, key, ca, clients) if cert or ca else None
 
     def require_all(self) -> None:
         """Raise :class:`UserError` unless machines can check each other with these files."""
         if not (self.cert and self.key and self.ca):
             raise UserError("machines check each other's certificates, and only a part of what this needs is given",
                             "give --tls-cert, --tls-key and --tls-ca")  # fmt: skip
+
+    def require_signed(self) -> None:
+        """Raise :class:`UserError` unless a machine with these files would accept itself: a handshake in memory."""
+        wires = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = [self.connecting(named=False).wrap_bio(*wires), self.listening(mutual=True).wrap_bio(*wires[::-1], True)]
+        try:
+            for _ in range(4):  # flights of TLS 1.3, and one to spare
+                for end in ends:
+                    with contextlib.suppress(ssl.SSLWantReadError):
+                        end.do_handshake()
+        except ssl.SSLError as e:
+            raise UserError(f"the certificate {self.cert} is not accepted by the authority {self.ca}: {_reason(e)}",
+                            "give the certificate of the authority that signed it") from None  # fmt: skip
 
     def listening(self, mutual: bool) -> ssl.SSLContext:
         """For a socket that listens. ``mutual``: who connects must have a certificate of the authority."""
