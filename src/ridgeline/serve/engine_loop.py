@@ -319,7 +319,8 @@ class EngineLoop:
                     self._step_began = None
                     stats = self.engine.stats()
                     read = stats.prompt_tokens - self.stats.prompt_tokens
-                    self.metrics.step.observe(read + stats.generated_tokens - self.stats.generated_tokens)
+                    found = stats.cached_tokens - self.stats.cached_tokens
+                    self.metrics.step.observe(read + found + stats.generated_tokens - self.stats.generated_tokens)
                     if stats.waiting or self.speed.blocked:  # it computed as many prompts as it could
                         self.speed.observe(read, time.monotonic() - began)
                     for event in events:

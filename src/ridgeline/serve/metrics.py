@@ -71,7 +71,7 @@ class Metrics:
         self.outputs = histogram("request_outputs", "Outputs that a request asks for.", _COUNTS)
         self.most = histogram("request_max_tokens", "Tokens that an output may have.", _TOKENS)
         self.preempted = histogram("request_preemptions", "How often a request was put back.", (0.0, *_COUNTS))
-        self.step = histogram("step_tokens", "Tokens that one step read and generated.", _TOKENS)
+        self.step = histogram("step_tokens", "Tokens that one step read, found in the cache and generated.", _TOKENS)
         self.tokens = counter("output_tokens", "Tokens sent to clients.")
         self.finished = counter("requests_finished", "Requests by how they ended.", "reason")
         self.rejected = counter("requests_rejected", "Requests refused because the queue was full.")
