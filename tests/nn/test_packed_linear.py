@@ -61,6 +61,28 @@ def test_every_form_is_the_expanded_weight(bits, symmetric, kernels, monkeypatch
             assert error < (1e-4 if kernels else 1.2e-2), (out, width, group, m, error)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("out", "width", "group"),
+                         [(33, 96, 96), (5, 37, 37), (64, 1024, 512), (70, 328, 328), (31, 1056, 352), (97, 2112, 2112)])  # fmt: skip
+@compiled
+def test_tiles_of_every_number_of_rows_and_uneven_shapes(bits, out, width, group):
+    for symmetric in (True, False):
+        p = record(out, width, bits, group, symmetric)
+        codes, want = native_codes.NativeCodes(p, bits), p.dense(torch.float64)
+        assert torch.equal(codes.rows(0, out, torch.float32), p.dense())
+        assert torch.equal(codes.rows(out // 2, out, torch.float32), p.dense()[out // 2 :])
+        x = rows(71, width)
+        x[3] *= 1e4  # a row of another size leaves the others alone
+        # Every input is off by at most half of 1 / 32639 of the largest of its group, and sums are rounded to fp32.
+        bound = x.abs().amax(1, keepdim=True).double() * want.abs().sum(1) * (0.6 / 32639)
+        for m in (1, 2, 3, 4, 5, 6, 7, 11, 64, 71):
+            off = (codes.product(x[:m]).double() - F.linear(x[:m].double(), want)).abs()
+            assert (off <= bound[:m]).all(), (m, symmetric)
+        whole = torch.arange(3.0 * width).view(3, width) % 255 - 127
+        target = F.linear(whole.double(), want)
+        assert torch.allclose(codes.integer_product(whole).double(), target, rtol=1e-5, atol=1e-5 * float(target.abs().max()))
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @compiled

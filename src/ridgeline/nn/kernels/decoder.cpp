@@ -35,9 +35,7 @@ struct Team {
     const int64_t wanted = t.group < t.width ? t.group : 0;
     if (coded == wanted) return;
 #pragma omp barrier
-#pragma omp single
-    store.make(rows, t.width, t.group);
-    in = store.make(rows, t.width, t.group);  // of the same size: nothing moves
+    in = store.make(rows, t.width, t.group);  // there is room: nothing moves
     team_code(in, x, F32, false, own);
     coded = wanted;
   }
@@ -246,6 +244,7 @@ void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int th
         *v = at_least(rooms.v, rows * others), *mixed = at_least(rooms.mixed, rows * queries),
         *gate = at_least(rooms.gate, rows * most * s.inner),
         *up = at_least(rooms.up, rows * most * s.inner);
+  rooms.codes.reserve(rows * most, std::max({s.hidden, queries, s.inner}));
 #pragma omp parallel num_threads(threads)
   {
     Team team;
@@ -312,10 +311,10 @@ void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int th
 
 extern "C" {
 
-// y[rows, out] = x[rows, width] · Wᵀ + bias. `kind`: 4 (codes 0 … 15 as Nibbles, rows padded to 32 bytes), 2 (E2M1
-// numbers in the same order) or 8 (signed).
-// `group`: inputs that share a scale, a multiple of 32 that divides the width, or the width itself. `zero` in steps of
-// the codes as they are held; null: 8 for nibbles, 0 for bytes. `exact`: inputs are whole numbers up to 32767.
+// y[rows, out] = x[rows, width] · Wᵀ + bias. `kind`: 4 (two codes a byte, as Nibbles), 2 (E2M1 numbers in the same order)
+// or 8 (a byte each), in tiles as lowbit.h reads them.
+// `group`: inputs that share a scale, a multiple of 32 that divides the width, or the width itself. `zero` less the code of
+// zero, in steps, or null. `exact`: inputs are whole numbers up to 32639.
 void rl_lowbit_linear(const Linear* t, const void* x, int64_t tx, void* y, int64_t ty, int64_t rows, int64_t exact,
                       int64_t threads) {
   static thread_local InputStore held;
@@ -329,6 +328,15 @@ void rl_lowbit_linear(const Linear* t, const void* x, int64_t tx, void* y, int64
     if (t->kind == NIBBLES) team_product<Nibbles>(w, in, o, own);
     else if (t->kind == FLOATS4) team_product<Floats4>(w, in, o, own);
     else team_product<Bytes>(w, in, o, own);
+  }
+}
+
+// y[rows, out] of type ty = x[rows, width] (fp32) · Wᵀ + bias of a dense weight.
+void rl_dense_linear(const Linear* t, const float* x, void* y, int64_t ty, int64_t rows, int64_t threads) {
+#pragma omp parallel num_threads(int(threads))
+  {
+    std::vector<uint16_t> low;
+    team_dense(int(t->type), t->weight, t->out, t->width, x, rows, {y, int(ty), t->bias}, low);
   }
 }
 

@@ -18,6 +18,7 @@ constexpr int kOutputs = 4;  // rows of the weight in a tile
 constexpr int kOutputs = 2;
 #endif
 constexpr int kInputs = 6;  // rows of inputs in a tile
+constexpr int64_t kNext = 32768;  // bytes of a tile's rows up to which the next ones are fetched
 
 // Vectors of products of weights and inputs: fp32 weights times fp32 inputs, or 16-bit weights that are widened first.
 template <int T>
@@ -41,41 +42,52 @@ struct Halves {  // bf16 times bf16
 };
 #endif
 
-// Rows `first` to first + R of a weight of type T times M rows of inputs, in out [M, R].
-template <class K, int T, int R, int M>
-void dense_tile(const void* weight, int64_t first, const typename K::Input* x, int64_t width, float* out) {
-  Floats f[M][R];
+// Rows `first` to first + R of a weight of type T times M rows of inputs, in out [M, R]. U sums of each hide the latency
+// of a product where R · M are too few.
+template <class K, int T, int R, int M, int U>
+__attribute__((noinline)) void dense_tile(const void* weight, int64_t first, const typename K::Input* x, int64_t width,
+                                          float* out) {
+  Floats f[U][M][R];
 UNROLL
-  for (int m = 0; m < M; m++)
+  for (int u = 0; u < U; u++)
 UNROLL
-    for (int r = 0; r < R; r++) f[m][r] = no_floats();
+    for (int m = 0; m < M; m++)
+UNROLL
+      for (int r = 0; r < R; r++) f[u][m][r] = no_floats();
   constexpr int64_t bytes = T == F32 ? 4 : 2;
+  const int64_t block = R * width * bytes, ahead = R > 1 && block <= kNext ? block : kAhead;  // the next rows, if near
   int64_t i = 0;
-  for (; i + K::kStep <= width; i += K::kStep) {
-    decltype(K::weight(weight, 0)) w[R];
+  for (; i + U * K::kStep <= width; i += U * K::kStep) {
 UNROLL
-    for (int r = 0; r < R; r++) {
-      const int64_t at = (first + r) * width + i;
-      w[r] = K::weight(weight, at);
-      __builtin_prefetch(static_cast<const char*>(weight) + at * bytes + kAhead / R);
-    }
+    for (int u = 0; u < U; u++) {
+      decltype(K::weight(weight, 0)) w[R];
 UNROLL
-    for (int m = 0; m < M; m++) {
-      const auto input = K::input(x + m * width + i);
+      for (int r = 0; r < R; r++) {
+        const int64_t at = (first + r) * width + i + u * K::kStep;
+        w[r] = K::weight(weight, at);
+        __builtin_prefetch(static_cast<const char*>(weight) + at * bytes + ahead);
+      }
 UNROLL
-      for (int r = 0; r < R; r++) f[m][r] = K::add_products(f[m][r], w[r], input);
+      for (int m = 0; m < M; m++) {
+        const auto input = K::input(x + m * width + i + u * K::kStep);
+UNROLL
+        for (int r = 0; r < R; r++) f[u][m][r] = K::add_products(f[u][m][r], w[r], input);
+      }
     }
   }
 UNROLL
   for (int m = 0; m < M; m++)
 UNROLL
-    for (int r = 0; r < R; r++) out[m * R + r] = total(f[m][r]);
-  for (; i < width; i++)
+    for (int r = 0; r < R; r++) {
+      Floats all = f[0][m][r];
 UNROLL
+      for (int u = 1; u < U; u++) all = add(all, f[u][m][r]);
+      out[m * R + r] = total(all);
+    }
+  for (; i < width; i++)
     for (int r = 0; r < R; r++) {
       float w;
       load<float>(weight, T, (first + r) * width + i, 1, &w);
-UNROLL
       for (int m = 0; m < M; m++) out[m * R + r] += w * K::number(x[m * width + i]);
     }
 }
@@ -85,10 +97,12 @@ void dense_rows(const void* weight, int64_t out, int64_t first, const typename K
                 int64_t row, const Output& o) {
   if constexpr (M > 1)
     if (rows < M) return dense_rows<K, T, R, M - 1>(weight, out, first, x, width, rows, row, o);
-  float sums[M * R];
-  dense_tile<K, T, R, M>(weight, first, x + row * width, width, sums);
-UNROLL
-  for (int m = 0; m < M; m++) o.put((row + m) * out, first, R, sums + m * R);
+  constexpr int kR = M > 2 ? R : 1;  // what waits for memory reads it in order
+  float sums[M * kR];
+  for (int64_t n = first; n < first + R; n += kR) {
+    dense_tile<K, T, kR, M, (M > 2 ? 1 : 4)>(weight, n, x + row * width, width, sums);
+    for (int m = 0; m < M; m++) o.put((row + m) * out, n, kR, sums + m * kR);
+  }
 }
 
 // Called by every thread of a team, which may return before the others have. weight [out, width], x [rows, width].

@@ -235,6 +235,10 @@ struct InputStore {
   std::vector<float> scale;
   std::vector<int32_t> sum;
 
+  // For inputs that are no more and no wider, with whatever groups.
+  void reserve(int64_t rows, int64_t width) {
+    for (int64_t group : {int64_t(32), width}) make(rows, width, group);
+  }
   // `group`: inputs that share a scale of the weight, or the width. It is cut, so that an outlier takes the precision of
   // few inputs.
   Inputs make(int64_t rows, int64_t width, int64_t group) {
