@@ -69,13 +69,13 @@ def compile_kernels(compiler: str, place: Path, options: tuple[str, ...]) -> Non
         os.replace(draft, place)
 
 
-def shipped(processor: str) -> Path | None:
-    """The best library of the wheel for a ``processor`` (its line of /proc/cpuinfo); None if there is none."""
+def levels(processor: str) -> list[str]:
+    """The levels that a ``processor`` (its line of /proc/cpuinfo) has and ATEN_CPU_CAPABILITY allows, the best first."""
     has, asked = set(processor.split()), os.environ.get("ATEN_CPU_CAPABILITY", "")
-    names = list(LEVELS)
     first = next((i for i, level in enumerate(LEVELS.values()) if level.capability == asked), 0)
-    for name in names[first:]:
-        file = SHIPPED / f"{name}.so"
-        if LEVELS[name].needs <= has and file.exists():
-            return file
-    return None
+    return [name for name in list(LEVELS)[first:] if LEVELS[name].needs <= has]
+
+
+def shipped(processor: str) -> Path | None:
+    """The best library of the wheel for a ``processor``; None if there is none."""
+    return next((f for name in levels(processor) if (f := SHIPPED / f"{name}.so").exists()), None)

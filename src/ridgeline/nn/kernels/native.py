@@ -76,6 +76,11 @@ def _without(why: str) -> None:
     warnings.warn(f"fused CPU kernels are off, plain operators take their place: {why}", stacklevel=3)
 
 
+def instructions() -> str:
+    """The instruction set that the kernels use here, of those that a wheel has libraries for."""
+    return next(iter(compiling.levels(_processor())), platform.machine())
+
+
 def _processor() -> str:
     """What ``-march=native`` depends on."""
     info = Path("/proc/cpuinfo")
