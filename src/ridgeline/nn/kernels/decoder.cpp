@@ -331,6 +331,17 @@ void rl_lowbit_linear(const Linear* t, const void* x, int64_t tx, void* y, int64
   }
 }
 
+// Rows `start` to `stop` of a weight in codes as numbers, to y [stop - start, width] of type ty.
+void rl_lowbit_expand(const Linear* t, int64_t start, int64_t stop, void* y, int64_t ty, int64_t threads) {
+  const Weight w{static_cast<const uint8_t*>(t->weight), t->scale, t->zero, int(t->type), t->out, t->width / t->group};
+#pragma omp parallel num_threads(int(threads))
+  {
+    if (t->kind == NIBBLES) team_expand<Nibbles>(w, t->width, start, stop, y, int(ty));
+    else if (t->kind == FLOATS4) team_expand<Floats4>(w, t->width, start, stop, y, int(ty));
+    else team_expand<Bytes>(w, t->width, start, stop, y, int(ty));
+  }
+}
+
 // y[rows, out] of type ty = x[rows, width] (fp32) · Wᵀ + bias of a dense weight.
 void rl_dense_linear(const Linear* t, const float* x, void* y, int64_t ty, int64_t rows, int64_t threads) {
 #pragma omp parallel num_threads(int(threads))

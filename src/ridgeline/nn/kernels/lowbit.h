@@ -29,6 +29,7 @@ struct Bytes {
   static constexpr int32_t kMiddle = 128;  // the code of zero
   static constexpr float kUnit = 1;        // what the integer 1 stands for, before the scale
   static Codes step(Bytes4 x, int) { return unfolded(x); }
+  static float number(uint8_t byte, int64_t) { return float(byte - kMiddle); }  // of one input, before the scale
 };
 
 struct Nibbles {  // the first four inputs of eight in the low halves, the others in the high ones
@@ -36,6 +37,7 @@ struct Nibbles {  // the first four inputs of eight in the low halves, the other
   static constexpr int32_t kMiddle = 8;
   static constexpr float kUnit = 1;
   static Codes step(Bytes4 x, int i) { return unfolded(i ? high_halves(x) : low_halves(x)); }
+  static float number(uint8_t byte, int64_t i) { return float((i ? byte >> 4 : byte & 15) - kMiddle); }
 };
 
 struct Floats4 {  // 4-bit floating point (E2M1) in the order of Nibbles; twice the numbers are whole
@@ -44,6 +46,7 @@ struct Floats4 {  // 4-bit floating point (E2M1) in the order of Nibbles; twice 
   static constexpr float kUnit = 0.5f;
   static constexpr uint8_t kTwice[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
   static Codes step(Bytes4 x, int i) { return unfolded(looked_up(i ? high_halves(x) : low_halves(x), kTwice)); }
+  static float number(uint8_t byte, int64_t i) { return float(kTwice[i ? byte >> 4 : byte & 15] - kMiddle); }
 };
 
 // ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -229,6 +232,41 @@ void team_product(const Weight& t, const Inputs& in, const Output& o, Scratch& o
     }
 }
 
+// Inputs that share a scale: the weight's group or, so that an outlier takes the precision of few inputs, a part of it.
+inline int64_t part_of(int64_t group, int64_t width) {
+  int64_t own = kGroup;
+  while (group < width && group % own) own -= 32;
+  return own;
+}
+
+// By a team: rows `start` to `stop` of the weight [out, width] itself, to y of type ty.
+template <class W>
+void team_expand(const Weight& t, int64_t width, int64_t start, int64_t stop, void* y, int ty) {
+  constexpr int64_t inputs = kFour * W::kSteps;
+  const int64_t group = width / t.scales, part = part_of(group, width), numbers = t.scales * kTile;
+  const int64_t bytes = (width + inputs - 1) / inputs * kFour * kTile;
+  std::vector<float> scale(numbers), zero(numbers);
+  float row[kGroup + inputs];
+#pragma omp for schedule(static)
+  for (int64_t i = start / kTile; i < (stop + kTile - 1) / kTile; i++) {
+    load<float>(t.scale, t.ts, i * numbers, numbers, scale.data());
+    if (t.zero) load<float>(t.zero, t.ts, i * numbers, numbers, zero.data());
+    for (int64_t at = 0; at < width; at += part)  // whose codes stay in the first cache
+      for (int64_t n = std::max(start, i * kTile); n < std::min(stop, (i + 1) * kTile); n++) {
+        const int64_t some = std::min(part, width - at), own = at / group * kTile + n - i * kTile;
+        const uint8_t* from = t.codes + i * bytes + at / inputs * kFour * kTile + (n - i * kTile) * kFour;
+        for (int64_t c = 0; c * inputs < some; c++)
+UNROLL
+          for (int64_t j = 0; j < inputs; j++)
+            row[c * inputs + j] = W::number(from[c * kFour * kTile + j % kFour], j / kFour);
+        const float less = zero[own], factor = scale[own] * W::kUnit;
+#pragma omp simd
+        for (int64_t j = 0; j < some; j++) row[j] = (row[j] - less) * factor;
+        store<float>(y, ty, (n - start) * width + at, some, row);
+      }
+  }
+}
+
 // Room for the codes of inputs: kept between calls.
 struct InputStore {
   std::vector<int8_t> codes;
@@ -239,11 +277,9 @@ struct InputStore {
   void reserve(int64_t rows, int64_t width) {
     for (int64_t group : {int64_t(32), width}) make(rows, width, group);
   }
-  // `group`: inputs that share a scale of the weight, or the width. It is cut, so that an outlier takes the precision of
-  // few inputs.
+  // `group`: inputs that share a scale of the weight, or the width.
   Inputs make(int64_t rows, int64_t width, int64_t group) {
-    int64_t own = kGroup;
-    while (group < width && group % own) own -= 32;
+    const int64_t own = part_of(group, width);
     const int64_t steps = (width + 7) / 8 * 2, groups = (width + own - 1) / own;
     const int64_t stride = steps * 2 * kFour + 64;  // rows do not fall on the same lines of the first cache
     int8_t* c = at_least(codes, rows * stride);

@@ -45,9 +45,10 @@ def library() -> ctypes.CDLL | None:
                                           *(whole,) * 5, ctypes.POINTER(Changes), whole]  # fmt: skip
     loaded.rl_decode.argtypes = [ctypes.POINTER(Step), ctypes.POINTER(Layer), whole, whole]
     loaded.rl_sample.argtypes = [pointer, whole, whole, ctypes.POINTER(Choice), pointer, whole]
+    loaded.rl_lowbit_expand.argtypes = [ctypes.POINTER(Linear), whole, whole, pointer, whole, whole]
     loaded.rl_dense_linear.argtypes = [ctypes.POINTER(Linear), pointer, pointer, *(whole,) * 3]
-    for function in (loaded.rl_lowbit_linear, loaded.rl_dense_linear, loaded.rl_paged_attention, loaded.rl_decode,
-                     loaded.rl_sample):  # fmt: skip
+    for function in (loaded.rl_lowbit_linear, loaded.rl_lowbit_expand, loaded.rl_dense_linear,
+                     loaded.rl_paged_attention, loaded.rl_decode, loaded.rl_sample):  # fmt: skip
         function.restype = None
     return loaded
 
@@ -182,6 +183,13 @@ def lowbit_linear(t: Linear, x: Tensor, y: Tensor, exact: bool) -> None:
     assert found is not None
     threads = 1 if x.shape[0] * t.out * t.width < _SMALL else torch.get_num_threads()
     found.rl_lowbit_linear(t, x.data_ptr(), TYPES[x.dtype], y.data_ptr(), TYPES[y.dtype], x.shape[0], exact, threads)
+
+
+def lowbit_expand(t: Linear, start: int, stop: int, y: Tensor) -> None:
+    """``y`` [stop - start, in] = rows of a weight in codes."""
+    found = library()
+    assert found is not None
+    found.rl_lowbit_expand(t, start, stop, y.data_ptr(), TYPES[y.dtype], torch.get_num_threads())
 
 
 def dense_linear(t: Linear, x: Tensor, y: Tensor) -> None:

@@ -71,13 +71,9 @@ class NativeCodes(Codes):
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See :class:`Codes`."""
-        whole, (scale, zero) = self._whole(start, stop), self._numbers(start, stop)
-        if self.floating:
-            return Packed(whole, scale, None, 4, self.group, floating=True).dense(dtype)
-        codes = whole.to(torch.float32).view(stop - start, -1, self.group).sub_(float(1 << (self.bits - 1)))
-        if zero is not None:
-            codes -= zero.float().unsqueeze(-1)
-        return codes.mul_(scale.float().unsqueeze(-1)).view(stop - start, self.width).to(dtype)
+        y = torch.empty(stop - start, self.width, dtype=dtype if dtype in native.TYPES else torch.float32)
+        native.lowbit_expand(self.described(None), start, stop, y)
+        return y.to(dtype)
 
     def _fill(self, new: Codes, dim: int, start: int, stop: int) -> None:
         assert isinstance(new, NativeCodes)
