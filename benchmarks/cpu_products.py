@@ -1,8 +1,8 @@
 """Products of a CPU's one core with dense weights and weights in codes, by rows of inputs: ours beside PyTorch's.
 
 Billions of multiply-adds per second of processor time, of several weights that do not fit a cache; kinds take turns in
-every round, and the quickest round counts, as other work on the machine only adds. Ratios are to PyTorch's fp32. The file
-keeps a run for each CPU and instruction set (see ``decode_speed.py``).
+every round, and the quickest round counts, as other work on the machine only adds. Ratios are to PyTorch's fp32. The
+file keeps a run for each CPU and instruction set (see ``decode_speed.py``).
 
     python benchmarks/cpu_products.py [--rows 1 8 64 512] [--rounds 12] [--out benchmarks/results/cpu_products.json]
 """
@@ -84,7 +84,9 @@ def main() -> None:
             result["rows"][str(rows)] = {
                 name: {"products_per_s": 1e9 * done / s, "over_fp32": best["fp32"] / s} for name, s in best.items()
             }
-            print(f"{rows:4} rows  " + "  ".join(f"{n} {done / s:.1f} ({best['fp32'] / s:.2f}x)" for n, s in best.items()))
+            print(
+                f"{rows:4} rows  " + "  ".join(f"{n} {done / s:.1f} ({best['fp32'] / s:.2f}x)" for n, s in best.items())
+            )
     out = Path(given.out)
     runs = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.exists() else {}
     runs[f"{result['environment']['cpu']}, {result['instructions']}"] = result

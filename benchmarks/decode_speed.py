@@ -7,8 +7,8 @@ Variants take turns in every round, so that a disturbance hits all of them; a ro
 token, as other work on the machine only adds. Ratios are of medians over rounds, with the smallest and largest of any
 round beside them. The roof is the time that reading all that a token needs (every weight but
 the table of tokens, the cache) takes at the machine's copy bandwidth. Predictions come from a probe taken in the same
-process. On the CPU, with the threads that torch has. The file keeps a run for each CPU and instruction set; smaller sets
-are measured under ATEN_CPU_CAPABILITY=avx2 with ONEDNN_MAX_CPU_ISA=AVX2, and ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI.
+process. On the CPU, with the threads that torch has. The file keeps a run for each CPU and instruction set; smaller
+sets are measured under ATEN_CPU_CAPABILITY=avx2 with ONEDNN_MAX_CPU_ISA=AVX2.
 
     python benchmarks/decode_speed.py [--rounds 5] [--tokens 16] [--out benchmarks/results/decode_speed.json]
 """

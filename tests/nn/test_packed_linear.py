@@ -62,8 +62,10 @@ def test_every_form_is_the_expanded_weight(bits, symmetric, kernels, monkeypatch
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("out", "width", "group"),
-                         [(33, 96, 96), (5, 37, 37), (64, 1024, 512), (70, 328, 328), (31, 1056, 352), (97, 2112, 2112)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("out", "width", "group"),
+    [(33, 96, 96), (5, 37, 37), (64, 1024, 512), (70, 328, 328), (31, 1056, 352), (97, 2112, 2112)],
+)
 @compiled
 def test_tiles_of_every_number_of_rows_and_uneven_shapes(bits, out, width, group):
     for symmetric in (True, False):
@@ -76,11 +78,13 @@ def test_tiles_of_every_number_of_rows_and_uneven_shapes(bits, out, width, group
         # Every input is off by at most half of 1 / 32639 of the largest of its group, and sums are rounded to fp32.
         bound = x.abs().amax(1, keepdim=True).double() * want.abs().sum(1) * (0.6 / 32639)
         for m in (1, 2, 3, 4, 5, 6, 7, 11, 64, 71):
-            off = (codes.product(x[:m]).double() - F.linear(x[:m].double(), want)).abs()
+            off = (codes._call(x[:m], None, torch.float32, False).double() - F.linear(x[:m].double(), want)).abs()
             assert (off <= bound[:m]).all(), (m, symmetric)
         whole = torch.arange(3.0 * width).view(3, width) % 255 - 127
         target = F.linear(whole.double(), want)
-        assert torch.allclose(codes.integer_product(whole).double(), target, rtol=1e-5, atol=1e-5 * float(target.abs().max()))
+        assert torch.allclose(
+            codes.integer_product(whole).double(), target, rtol=1e-5, atol=1e-5 * float(target.abs().max())
+        )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
@@ -225,7 +229,9 @@ def test_parts_hold_the_very_weight(bits, symmetric, out, width, group, kernels)
             bytes_of = [sum(p.nbytes for p in m.parameters()) for m in (layer, *parts)]
             # Whole rows' scales belong to every part of the inputs, a group's to the parts that it falls into; a part's
             # last tile of outputs is filled up.
-            more = of * (40 * out + 4 * out * width // 32) if dim else of * held_bytes(TILE, width, bits, group, symmetric)
+            more = (
+                of * (40 * out + 4 * out * width // 32) if dim else of * held_bytes(TILE, width, bits, group, symmetric)
+            )
             assert sum(bytes_of[1:]) <= bytes_of[0] + more
             for m in (1, 3, FEW_ROWS + 1):
                 x = rows(m, width)

@@ -70,7 +70,7 @@ def compile_kernels(compiler: str, place: Path, options: tuple[str, ...]) -> Non
 
 
 def levels(processor: str) -> list[str]:
-    """The levels that a ``processor`` (its line of /proc/cpuinfo) has and ATEN_CPU_CAPABILITY allows, the best first."""
+    """Levels that a ``processor`` (its line of /proc/cpuinfo) has and ATEN_CPU_CAPABILITY allows, the best first."""
     has, asked = set(processor.split()), os.environ.get("ATEN_CPU_CAPABILITY", "")
     first = next((i for i, level in enumerate(LEVELS.values()) if level.capability == asked), 0)
     return [name for name in list(LEVELS)[first:] if LEVELS[name].needs <= has]

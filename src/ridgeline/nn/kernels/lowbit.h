@@ -2,7 +2,7 @@
 // Products with weights in 4- and 8-bit codes on the CPU: y = x · Wᵀ, W[n, k] = (code - zero) · scale by groups of inputs,
 // or E2M1 numbers times scale.
 //
-// Inputs are coded in 16-bit integers, with a scale for each group (error below 2⁻¹⁵ of the group's largest magnitude),
+// Inputs are coded in 16-bit integers, with a scale for each group (an error of at most half of 1 / 32639 of the group's largest),
 // and multiplied exactly. Codes lie in tiles of 32 outputs, four inputs of an output side by side, so that a vector of
 // sums is of neighboring outputs and an input is broadcast to all of them. A tile of some rows of inputs times some
 // outputs stays in registers, and each weight is read once for as many rows. A group's sum is scaled once.

@@ -89,7 +89,7 @@ class Decoder:
         self._out = None if self._head is None else self._dense(self._head.out.weight, None)
 
     def logits(self, x: Tensor) -> Tensor | None:
-        """Logits [R, V] of rows ``x`` [R, H], in their dtype; None where the model's own head is as fast, or another."""
+        """Logits [R, V] of rows ``x`` [R, H], in their dtype; None where the model's head is another, or as fast."""
         head, out = self._head, self._out
         if head is None or out is None or len(x) > DENSE_ROWS or native.TYPES.get(x.dtype) != out.type:
             return None
