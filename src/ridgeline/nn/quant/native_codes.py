@@ -25,8 +25,8 @@ _STEP = 4
 
 class NativeCodes(Codes):
     """``codes``: uint8 [tiles, steps, 32, 4], of outputs and inputs, or two codes a byte: those of the first four
-    inputs of eight in the low bits; ``scale`` and ``zero`` [tiles, groups, 32]: value = (code - middle - zero) · scale, with
-    middle 128 (bytes) or 8 (nibbles). The last tile is filled up."""
+    inputs of eight in the low bits; ``scale`` and ``zero`` [tiles, groups, 32]: value = (code - middle - zero) · scale,
+    with middle 128 (bytes) or 8 (nibbles). The last tile is filled up."""
 
     codes: Tensor
     scale: Tensor
