@@ -23,7 +23,9 @@ SIZES = {"vocab_size": 8192, "hidden_size": 64, "num_layers": 2, "num_heads": 4,
 CAUSAL = {**catalog.model("llama-tiny").model_dump(), **SIZES}
 ENCODER = {**catalog.model("bert-tiny").model_dump(), **SIZES, "num_kv_heads": 4, "max_positions": 512}
 _CLASSIFIER = {**ENCODER, "head": "classify", "tie_embeddings": False}
-KINDS = {"e5": ENCODER, "bge-base": ENCODER, "bge-reranker": {**_CLASSIFIER, "num_labels": 1},
+KINDS = {"e5": {**ENCODER, "hidden_size": 384, "head_dim": 96},
+         "bge-base": {**ENCODER, "hidden_size": 768, "head_dim": 192},
+         "MiniLM": ENCODER, "snowflake": ENCODER, "bge-reranker": {**_CLASSIFIER, "num_labels": 1},
          "apeach": {**_CLASSIFIER, "num_labels": 2}}  # fmt: skip
 """By a part of the model's name; others are causal."""
 TEMPLATE = (
@@ -89,7 +91,7 @@ def _root() -> Path:
     return Path(os.environ["RIDGELINE_MODELS"])
 
 
-def _tokenizer(folder: Path) -> None:
+def _tokenizer(folder: Path, chats: bool) -> None:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -103,7 +105,7 @@ def _tokenizer(folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "chat_template": TEMPLATE}))  # fmt: skip
+        **({"chat_template": TEMPLATE} if chats else {})}))  # fmt: skip
 
 
 def folder_for(name: str) -> Path:
@@ -116,7 +118,7 @@ def folder_for(name: str) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     model = build(ModelSpec(**fields), dtype=torch.float32, seed=3)
-    _tokenizer(folder)
+    _tokenizer(folder, model.spec.causal or "Qwen" in name)
     if model.spec.causal:
         _teach(model, folder, kind == "thinks")
     save_checkpoint(model, folder)

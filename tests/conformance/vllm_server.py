@@ -15,9 +15,12 @@ import anthropic
 import httpx
 import openai
 import pytest
+import tests.conftest as conftest
 import tests.utils as theirs
 import transformers
 import vllm.config
+import vllm.model_executor.model_loader.weight_utils as weights
+import vllm.platforms
 import vllm.tokenizers
 import vllm.transformers_utils.repo_utils as hub
 from models import folder_for, lora_for
@@ -29,7 +32,12 @@ VALUES = {
     "--served-model-name": "--served-model-name", "--api-key": "--api-key", "--max-logprobs": "--max-logprobs",
 }  # fmt: skip
 """Options with a value, and ours."""
-SWITCHES = ("--enable-auto-tool-choice", "--enable-force-include-usage", "--enable-per-request-metrics")
+SWITCHES = (
+    "--enable-auto-tool-choice",
+    "--enable-force-include-usage",
+    "--enable-per-request-metrics",
+    "--return-tokens-as-token-ids",
+)
 WITHOUT_EFFECT = {
     "--dtype", "--seed", "--gpu-memory-utilization", "--runner", "--max-lora-rank", "--max-cpu-loras", "--convert",
     "--structured-outputs-config.backend", "--hf-overrides", "--load-format", "--reasoning-config", "--pooler-config",
@@ -41,6 +49,7 @@ WITHOUT_EFFECT = {
 class Server:
     """``ridgeline serve`` in a process of its own, with the interface of vLLM's ``RemoteOpenAIServer``."""
 
+    show_hidden_metrics = False
     DUMMY_API_KEY = theirs.RemoteOpenAIServer.DUMMY_API_KEY
 
     def __init__(self, model, vllm_serve_args, *, env_dict=None, seed=0, auto_port=True, max_wait_seconds=None,
@@ -151,7 +160,12 @@ vllm.tokenizers.get_tokenizer = theirs.get_tokenizer = _local(
     lambda folder, **_: transformers.AutoTokenizer.from_pretrained(folder)
 )
 transformers.AutoTokenizer.from_pretrained = staticmethod(_local(transformers.AutoTokenizer.from_pretrained))
+transformers.AutoConfig.from_pretrained = staticmethod(_local(transformers.AutoConfig.from_pretrained))
+conftest.maybe_model_redirect = lambda name: str(folder_for(name))
+conftest.HfRunner.get_default_device = lambda _: "cpu"
 hub.hf_api = _Hub
+weights.download_weights_from_hf = lambda name, *_, **__: str(folder_for(name))
+vllm.platforms.current_platform.device_count = lambda: 0
 
 
 class _ModelConfig:

@@ -55,3 +55,13 @@ def test_least_memory_is_found_among_the_smallest_micro_batches():
     whole = search(Question(e.model, e.cluster, e.workload, "memory", slo=limit, only=few), workers=1)
     assert pruned.found.counts["dominated"] > 0
     assert pruned.best[0].metrics["peak_bytes"] == whole.best[0].metrics["peak_bytes"]
+
+
+def test_the_least_memory_leaves_no_layer_on_the_device():
+    workload = {"kind": "generate", "prompt_len": 128, "output_len": 32}
+    e = experiments.make("llama2-7b", "rtx4090", workload, [])
+    only = frozenset({"zero_inference", "flash_attention"})
+    best = search(Question(e.model, e.cluster, e.workload, "memory", only=only), workers=1).best[0]
+    assert best.experiment.plan.option("zero_inference", "resident") == 0
+    layer = 2 * e.model.num_parameters / e.model.num_layers
+    assert best.metrics["peak_bytes"] < 6 * layer

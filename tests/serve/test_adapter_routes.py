@@ -59,6 +59,26 @@ def test_an_adapter_in_use_stays(folder, adapter):
         assert admin(server, "unload", lora_name="mine")[0] == 200
 
 
+def test_an_adapter_is_replaced_in_place(server, adapter, tmp_path_factory):
+    other = lora(tmp_path_factory.mktemp("other"), server.engine.model, seed=5)
+    base = said(server, "tiny")
+    for folder in (adapter, other):
+        assert admin(server, "load", lora_name="one", lora_path=str(folder), load_inplace=True)[0] == 200
+        free = server.engine.blocks.borrowed
+    found = said(server, "one")
+    assert admin(server, "load", lora_name="two", lora_path=str(other))[0] == 200
+    assert said(server, "two") == pytest.approx(found, abs=1e-4)
+    assert found != pytest.approx(base, abs=1e-4)
+    assert server.engine.blocks.borrowed == 2 * free
+    status, _, text = admin(server, "load", lora_name="one", lora_path=str(adapter))
+    assert status == 400
+    assert "already been loaded" in error(text)["message"]
+    assert admin(server, "load", lora_name="one", lora_path="/nowhere", load_inplace=True)[0] == 404
+    assert said(server, "one") == pytest.approx(found, abs=1e-4)
+    for name in ("one", "two"):
+        assert admin(server, "unload", lora_name=name)[0] == 200
+
+
 def service_models(server):
     return json.loads(call(server, "/v1/models")[2])["data"]
 
@@ -68,7 +88,7 @@ def test_only_the_admin_changes_adapters(server, adapter):
     assert call(server, "/v1/load_lora_adapter", body, key="k")[0] == 401
     assert call(server, "/v1/load_lora_adapter", body)[0] == 401
     status, _, text = admin(server, "load", lora_name="x", lora_path="/nowhere")
-    assert status == 400
+    assert status == 404
     assert "nowhere" in error(text)["message"]
     assert admin(server, "load", lora_name="tiny", lora_path=str(adapter))[0] == 400
 

@@ -258,16 +258,17 @@ def test_numbers_of_embeddings_as_bytes(server):
     import struct
 
     plain = json.loads(call(server, "/v1/embeddings", {"input": ["ab", "c"]})[2])["data"]
-    for dtype, code, size, close in (("float32", "f", 4, 1e-6), ("float16", "e", 2, 1e-3), ("bfloat16", "e", 2, 1e-2)):
+    for dtype, code, size, close in (("float32", "f", 4, 1e-6), ("float16", "e", 2, 1e-3), ("bfloat16", "H", 2, 1e-2)):
         for end, mark in (("little", "<"), ("big", ">")):
             form = {"embed_dtype": dtype, "endianness": end}
             reply = call(server, "/v1/embeddings", {"input": ["ab", "c"], "encoding_format": "base64", **form})[2]
             for one, other in zip(json.loads(reply)["data"], plain, strict=True):
                 raw = base64.b64decode(one["embedding"])
                 assert len(raw) == size * len(other["embedding"])
-                assert struct.unpack(f"{mark}{len(raw) // size}{code}", raw) == pytest.approx(
-                    other["embedding"], abs=close
-                )
+                found = struct.unpack(f"{mark}{len(raw) // size}{code}", raw)
+                if dtype == "bfloat16":  # the upper half of a float32
+                    found = struct.unpack(f"<{len(found)}f", b"".join(struct.pack("<HH", 0, n) for n in found))
+                assert found == pytest.approx(other["embedding"], abs=close)
 
 
 def test_a_conversation_is_embedded_as_its_text(server, template):
@@ -321,3 +322,51 @@ def test_the_reason_comes_with_the_last_text(server):
     assert [c["finish_reason"] for c in choices[:-1]] == [None] * (len(choices) - 1)
     assert choices[-1]["finish_reason"] == "length"
     assert choices[-1]["delta"]["content"]
+
+
+BATCH = "/v1/chat/completions/batch"
+
+
+def test_several_conversations_in_one_request(server, template):
+    template()
+    talks = [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "And"}, {"role": "assistant",
+             "content": "So"}]]  # fmt: skip
+    more = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": True, "top_logprobs": 1, "echo": True}
+    status, _, text = call(server, BATCH, {"messages": talks, "request_id": "mine", **more})
+    assert status == 200, text
+    found = json.loads(text)
+    assert found["id"] == "chatcmpl-mine"
+    prompts = 0
+    for i, talk in enumerate(talks):
+        alone = json.loads(call(server, CONVERSATION, {"messages": talk, **more})[2])
+        choice = found["choices"][i]
+        assert choice["index"] == i
+        assert choice["message"] == alone["choices"][0]["message"]
+        tokens = [[entry["token"] for entry in c["logprobs"]["content"]] for c in (choice, alone["choices"][0])]
+        assert tokens[0] == tokens[1]
+        prompts += alone["usage"]["prompt_tokens"]
+    assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (prompts, 12)
+
+
+@pytest.mark.parametrize(("more", "param"), [
+    ({"stream": True}, "stream"), ({"n": 2}, "n"), ({"use_beam_search": True}, "use_beam_search"),
+    ({"messages": []}, "messages"), ({"messages": [[]]}, "messages"), ({"messages": [{"role": "user"}]}, "messages"),
+])  # fmt: skip
+def test_what_several_conversations_cannot_be(server, template, more, param):
+    template()
+    status, _, text = call(server, BATCH, {"messages": [[{"role": "user", "content": "Hi"}]], **more})
+    assert (status, error(text)["param"]) == (400, param), text
+
+
+def test_types_of_errors_are_those_of_who_made_the_route(server):
+    for path, body, kind in (
+        ("/v1/embeddings", {}, "invalid_request_error"), ("/pooling", {}, "BadRequestError"),
+        ("/v1/score", {}, "BadRequestError"), ("/tokenize", {"prompt": "a", "model": "none"}, "NotFoundError"),
+        ("/v1/completions", {"prompt": "a", "model": "none"}, "not_found_error"),
+    ):  # fmt: skip
+        assert error(call(server, path, body)[2])["type"] == kind
+
+
+def test_token_strings_are_the_vocabularys(server):
+    found = json.loads(call(server, "/tokenize", {"prompt": "a b", "return_token_strs": True})[2])
+    assert found["token_strs"] == [server.service.vocabulary.tokenizer.id_to_token(t) for t in found["tokens"]]

@@ -3,6 +3,7 @@
 import base64
 import json
 import struct
+import urllib.request
 
 import openai
 import pytest
@@ -11,7 +12,7 @@ from tests.serve.running import running
 from tests.serve.test_classify import classifier, theirs  # noqa: F401 (a fixture)
 from tests.serve.test_reliability import call, error
 
-from ridgeline.serve.checkpoint_settings import Options, dimensions_of, pooling_of
+from ridgeline.serve.checkpoint_settings import Options, dimensions_of, pooling_of, prompts_of
 from ridgeline.serve.fields import MAX_INPUTS
 from ridgeline.serve.queue_limits import QueueLimits
 from ridgeline.spec.errors import UserError
@@ -52,6 +53,87 @@ def test_kinds_of_pooling(server, monkeypatch, kind):
         expected = {"mean": states.mean(0), "last": states[-1], "cls": states[0]}[kind]
         torch.testing.assert_close(torch.tensor(found[0][field]), expected, rtol=1e-3, atol=1e-4)
         assert len(found) == 2
+
+
+def test_one_embedding_for_each_token(server):
+    text = "a text of more tokens than one step takes" * 3
+    states = hidden(server, text)
+    plain, whole = ({"input": [text, "x"], "task": "token_embed", "normalize": n} for n in (False, True))
+    found = asked(server, "/pooling", **plain)["data"]
+    torch.testing.assert_close(torch.tensor(found[0]["data"]), states, rtol=1e-3, atol=1e-4)
+    assert len(found[1]["data"]) == len(server.service.vocabulary.encode("x"))
+    unit = torch.nn.functional.normalize(states, dim=-1)
+    torch.testing.assert_close(
+        torch.tensor(asked(server, "/pooling", **whole)["data"][0]["data"]), unit, rtol=1e-3, atol=1e-4
+    )
+    body = json.dumps({**plain, "encoding_format": "bytes"}).encode()
+    request = urllib.request.Request(server.url + "/pooling", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        content, about = reply.read(), json.loads(reply.headers["metadata"])
+    (first, _) = about["data"]
+    assert first["shape"] == list(states.shape)
+    numbers = torch.frombuffer(bytearray(content[first["start"] : first["end"]]), dtype=torch.float32)
+    torch.testing.assert_close(numbers.view(states.shape), states, rtol=1e-3, atol=1e-4)
+
+
+def test_prompts_are_padded_to_the_context(server, monkeypatch):
+    monkeypatch.setattr(server.service, "special", {"pad_token": "<|mask|>"})
+    monkeypatch.setattr(server.service, "pooling", "last")
+    pad = server.service.vocabulary.tokenizer.token_to_id("<|mask|>")
+    ids, length = server.service.vocabulary.encode("one text"), server.service.max_model_len
+    found = asked(server, "/v1/embeddings", input="one text", padding="max_length")
+    same = asked(server, "/v1/embeddings", input=[*ids, *[pad] * (length - len(ids))])
+    assert found["usage"]["prompt_tokens"] == length
+    assert found["data"][0]["embedding"] == pytest.approx(same["data"][0]["embedding"], abs=1e-4)
+    assert asked(server, "/v1/embeddings", input="x", padding="do_not_pad")["usage"]["prompt_tokens"] < 9
+    monkeypatch.setattr(server.service, "special", {})
+    refused(server, "/v1/embeddings", {"input": "x", "padding": "max_length"}, "padding")
+
+
+def test_the_embed_api_of_cohere(server, monkeypatch):
+    monkeypatch.setattr(server.service, "prompt_names", {"search_query": "query: "})
+    plain = [d["embedding"] for d in asked(server, "/v1/embeddings", input=["query: a", "query: b"])["data"]]
+    kinds = ["float", "base64", "binary", "ubinary"]
+    found = asked(server, "/v2/embed", texts=["a", "b"], input_type="search_query", embedding_types=kinds)
+    made = found["embeddings"]
+    for i, vector in enumerate(plain):
+        assert made["float"][i] == pytest.approx(vector, abs=1e-4)
+        packed = struct.unpack(f"<{len(vector)}f", base64.b64decode(made["base64"][i]))
+        assert list(packed) == pytest.approx(made["float"][i], abs=1e-6)
+        bits = [bool(byte >> (7 - at) & 1) for byte in made["ubinary"][i] for at in range(8)]
+        assert bits == [x >= 0 for x in made["float"][i]]
+        assert made["binary"][i] == [byte - 128 for byte in made["ubinary"][i]]
+    assert (found["texts"], found["meta"]["api_version"]) == (["a", "b"], {"version": "2"})
+    assert found["meta"]["billed_units"]["input_tokens"] == 2 * len(server.service.vocabulary.encode("query: a"))
+    parts = [{"content": [{"type": "text", "text": "query: a"}]}]
+    assert asked(server, "/v2/embed", inputs=parts)["embeddings"]["float"][0] == pytest.approx(plain[0], abs=1e-4)
+
+
+def test_texts_are_cut_as_cohere_has_it(server):
+    long = "begin " * 200 + "end " * 200
+    ids, most = server.service.vocabulary.encode(long), server.service.max_model_len
+    for truncate, kept in (("END", ids[: most - 1]), ("START", ids[-most + 1 :])):
+        found = asked(server, "/v2/embed", texts=[long], truncate=truncate)["embeddings"]["float"][0]
+        assert found == pytest.approx(asked(server, "/v1/embeddings", input=kept)["data"][0]["embedding"], abs=1e-4)
+    short = asked(server, "/v2/embed", texts=[long], max_tokens=3)
+    assert short["meta"]["billed_units"]["input_tokens"] == 3
+    refused(server, "/v2/embed", {"texts": [long], "truncate": "NONE"}, "input")
+    refused(server, "/v2/embed", {"texts": ["one two three"], "truncate": "NONE", "max_tokens": 1}, "texts")
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({}, "texts"), ({"texts": ["a"], "inputs": [{"content": [{"type": "text", "text": "a"}]}]}, "texts"),
+    ({"images": ["x"]}, "images"), ({"texts": ["a"], "input_type": "none"}, "input_type"),
+    ({"texts": ["a"], "embedding_types": ["int3"]}, "embedding_types"), ({"texts": []}, "texts"),
+])  # fmt: skip
+def test_what_cohere_refuses(server, body, param):
+    refused(server, "/v2/embed", body, param)
+
+
+def test_a_checkpoint_names_its_prompts(tmp_path):
+    assert prompts_of(tmp_path) == {}
+    (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q: "}}')
+    assert prompts_of(tmp_path) == {"query": "q: "}
 
 
 def test_shorter_embeddings(server, client, monkeypatch):
@@ -121,6 +203,10 @@ def test_pooling_of_a_classifier(classifier):  # noqa: F811
         coded = asked(server, "/pooling", input=prompt, encoding_format="base64")["data"][0]["data"]
         assert struct.unpack("<3f", base64.b64decode(coded)) == pytest.approx(expected, abs=1e-5)
         assert len(asked(server, "/pooling", input=prompt, task="embed")["data"][0]["data"]) == 32
+        rows = asked(server, "/pooling", input=prompt, task="token_classify")["data"][0]["data"]
+        assert [len(row) for row in rows] == [3] * 4
+        assert rows[0] == pytest.approx(expected, abs=1e-5)
+        assert [sum(row) for row in rows] == pytest.approx([1.0] * 4, abs=1e-5)
         refused(server, "/score", {"text_1": "a", "text_2": "b"}, "model")
         refused(server, "/pooling", {"input": prompt, "normalize": True}, "normalize")
 

@@ -71,7 +71,7 @@ def test_calls_follow_reasoning(client, reasons, source):
 @pytest.mark.parametrize("step", [1, 2, 5, 100])
 @pytest.mark.parametrize(("source", "text", "reasoning", "answer"), TEXTS)
 def test_how_the_text_is_cut_makes_no_difference(step, source, text, reasoning, answer):
-    reader = Reasoned(source is OPEN, Calls(FORMATS["hermes"], id_maker(None)))
+    reader = Reasoned(source is OPEN, Calls(FORMATS["hermes"], id_maker(0)))
     pieces = [p for at in range(0, len(text), step) for p in reader.push(text[at : at + step])]
     pieces += reader.push("", last=True)
     assert "".join(p.reasoning for p in pieces) == (reasoning or "")

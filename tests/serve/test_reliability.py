@@ -71,8 +71,8 @@ class Slow:
         ({"prompt": "x" * 300}, "prompt", "300 tokens, and the model's maximum context length is 256"),
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": "\ud800"}, "prompt", "unicode"),
-        ({"prompt": [999]}, "prompt", "vocabulary of 258"),
-        ({"prompt": [999], "echo": True}, "prompt", "vocabulary of 258"),
+        ({"prompt": [999]}, "prompt", "out of vocabulary"),
+        ({"prompt": [999], "echo": True}, "prompt", "out of vocabulary"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 256}, "max_tokens", "exceeds the context of 256"),
         ({"temperature": -1}, "temperature", "outside"),
@@ -145,7 +145,7 @@ def test_keys(folder):
             assert call(server, path, key="k2")[0] == 200
         adapter = {"lora_name": "x", "lora_path": "/nowhere"}
         assert call(server, "/v1/load_lora_adapter", adapter, key="k1")[0] == 401
-        assert call(server, "/v1/load_lora_adapter", adapter, key="boss")[0] == 400
+        assert call(server, "/v1/load_lora_adapter", adapter, key="boss")[0] == 404
         assert call(server, "/v1/completions", {"prompt": "x" * 3000}, key="k1")[0] == 413
         chunked = iter([b"x" * 1500, b"x" * 1500])
         connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
@@ -317,7 +317,19 @@ def test_metrics_are_prometheus_text_and_add_up(folder):
         assert samples["vllm:request_success_total", "length", model] == 3
         assert samples["vllm:time_to_first_token_seconds_bucket", "+Inf", model] == 3
         assert samples["vllm:num_requests_running", model] == samples["vllm:kv_cache_usage_perc", model] == 0
-        assert sum(name.startswith("vllm:") and name.endswith("_count") for name, *_ in samples) == 6
+        counts = {name for name, *_ in samples if name.startswith("vllm:") and name.endswith("_count")}
+        assert len(counts) == 16
+        for name in counts - {"vllm:inter_token_latency_seconds_count", "vllm:iteration_tokens_total_count"}:
+            assert samples[name, model] == 3, name
+        assert samples["vllm:inter_token_latency_seconds_count", model] == 3 * 4
+        assert samples["vllm:request_params_max_tokens_sum", model] == 15
+        read = samples["vllm:prompt_tokens_total", model] - samples["vllm:prefix_cache_hits_total", model]
+        assert samples["vllm:iteration_tokens_total_sum", model] == read + 15
+        whole = samples["vllm:e2e_request_latency_seconds_sum", model]
+        parts = ("queue", "prefill", "decode")
+        assert sum(samples[f"vllm:request_{p}_time_seconds_sum", model] for p in parts) == pytest.approx(whole)
+        assert samples["vllm:num_requests_waiting_by_reason", model, "capacity"] == 0
+        assert any(name == "vllm:cache_config_info" for name, *_ in samples)
 
 
 def test_tokenize_and_back(server):

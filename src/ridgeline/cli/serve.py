@@ -65,10 +65,12 @@ def serve(
         bool, typer.Option("--enable-auto-tool-choice", help="Let the model call the functions in a chat's `tools`.")
     ] = False,
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model writes calls: hermes (also Qwen), llama3_json, mistral.")
+        str | None,
+        typer.Option(help="How the model writes calls, by vLLM's names: hermes (also Qwen), llama3_json, mistral, …"),
     ] = None,
     reasoning_parser: Annotated[
-        str | None, typer.Option(help="Tell reasoning apart from answers: deepseek_r1, qwen3 (<think> and </think>).")
+        str | None,
+        typer.Option(help="Tell reasoning apart: deepseek_r1, qwen3 (<think> and </think>), openai_gptoss (channels)."),
     ] = None,
     generation_config: Annotated[
         str,
@@ -85,6 +87,10 @@ def serve(
     ] = False,
     enable_per_request_metrics: Annotated[
         bool, typer.Option("--enable-per-request-metrics", help="Report in answers when their tokens came.")
+    ] = False,
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        typer.Option("--return-tokens-as-token-ids", help="In log-probabilities write tokens as token_id: and the id."),
     ] = False,
     pooling: Annotated[
         str | None, typer.Option(help="What embeddings are made of: mean, last or cls (the checkpoint's own, or mean).")
@@ -150,7 +156,8 @@ def serve(
         raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
     body, prefix = number_of_bytes("--max-body", max_body), path_prefix(root_path)
     options = Options(tool_call_parser, enable_auto_tool_choice, pooling, reasoning_parser, generation_config,
-                      max_logprobs, enable_force_include_usage, enable_per_request_metrics)  # fmt: skip
+                      max_logprobs, enable_force_include_usage, enable_per_request_metrics,
+                      return_tokens_as_token_ids)  # fmt: skip
     options.check()
     if scheduling_policy not in POLICIES:
         raise unknown("scheduling policy", scheduling_policy, POLICIES, "--scheduling-policy")

@@ -125,18 +125,20 @@ def _generation() -> type[Extension]:
 
 
 def find_template(named: str | None, checkpoint: str | None) -> Template | None:
-    """The template of that name or file; without one, the checkpoint's own; None when it has none.
+    """The template of that name, text or file; without one, the checkpoint's own; None when it has none.
 
     Raises :class:`UserError` for a name or file that does not exist.
     """
     tokens = special_tokens(checkpoint)
     if named in TEMPLATES:
         return Template(TEMPLATES[named], named, tokens)
+    if named and ("{{" in named or "{%" in named):
+        return Template(named, "--chat-template", tokens)
     if named:
         file = Path(named)
         if not file.is_file():
             known = ", ".join(TEMPLATES)
-            raise UserError(f"no chat template {named!r}", f"give a Jinja file, or one of: {known}")
+            raise UserError(f"no chat template {named!r}", f"give a Jinja file, a template, or one of: {known}")
         return Template(file.read_text(encoding="utf-8"), named, tokens)
     if checkpoint is None:
         return None

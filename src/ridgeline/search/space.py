@@ -55,13 +55,15 @@ class Slots:
 
 
 def slots(
-    base: Experiment, known: list[type[Technique]], settled: Set = (), required: frozenset[str] = frozenset()
-) -> Slots:
-    """The choices of every technique on this experiment; of those named in ``required`` one is always on."""
+    base: Experiment, known: list[type[Technique]], settled: Set = (), required: frozenset[str] = frozenset(),
+    smallest: bool = False,
+) -> Slots:  # fmt: skip
+    """The choices of every technique on this experiment, with ``smallest`` also those for the least memory; of those
+    named in ``required`` one is always on."""
     choices: dict[str, list[tuple[Technique | None, ...]]] = {g: [] for g in GROUPS}
     always = {t.card.name for t in settled}
     for cls in known:
-        options = cls.choices(base)
+        options = cls.choices(base) + (cls.smallest(base) if smallest else [])
         if options and cls.card.name not in always:
             off = () if cls.card.name in required else (None,)
             choices[_GROUP.get(cls.phase, "placement")].append((*off, *options))

@@ -44,27 +44,31 @@ class AdapterTable:
     def __contains__(self, name: str) -> bool:
         return name in self.held
 
-    def load(self, name: str, folder: Path) -> None:
-        """Read an adapter. Raises :class:`UserError` for a folder that does not fit, :class:`Invalid` for a name that
-        is taken or a pool without room."""
-        if not name or name in self.held:
+    def load(self, name: str, folder: Path, replace: bool = False) -> None:
+        """Read an adapter; ``replace``: in place of one of that name, which stays if this fails. Raises
+        :class:`UserError` for a folder that does not fit, :class:`Invalid` for a name that is taken or a pool without
+        room."""
+        old = self.held.get(name) if replace else None
+        if not name or (name in self.held and not replace):
             raise Invalid("lora_name", f"{name!r} is {'taken' if name else 'no name'}", "choose another, or unload it")
         loaded = load_adapter(folder, self.model.spec)
         self.tasks.activate(None)
         ready = {at: fixed(adapter) for at, adapter in adapters(self.model, loaded).items()}
         size = sum(_bytes(adapter) for adapter in ready.values())
         wanted = math.ceil(size / self.block_bytes) if self.blocks.count else 0  # an encoder has no pool to share
-        spare = self.blocks.count - self.blocks.borrowed - self.blocks.needed(self.longest)
-        blocks = self.blocks.borrow(wanted) if wanted <= max(0, spare) else None
-        if blocks is None:
+        taken = self.blocks.borrowed - len(old or ())
+        free, spare = self.blocks.free + len(old or ()), self.blocks.count - taken - self.blocks.needed(self.longest)
+        if wanted > min(free, max(0, spare)):
             raise Invalid(
                 "lora_path",
-                f"takes {size} bytes, {wanted} blocks, of which {self.blocks.free} are free now, and {max(0, spare)}"
-                f" can be spared beside a request of {self.longest} tokens",
+                f"takes {size} bytes, {wanted} blocks, of which {free} are free now, and {max(0, spare)} can be spared"
+                f" beside a request of {self.longest} tokens",
                 "unload another adapter, give the pool more memory, or set a shorter max_model_len",
             )
+        if old is not None:
+            self.unload(name)
         self.tasks.add(name, ready)
-        self.held[name] = blocks
+        self.held[name] = self.blocks.borrow(wanted) or []
         self.loads += 1
         self.version[name] = self.loads
 

@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 import ridgeline
 from ridgeline.serve.bodies import WrongBody, body_route
-from ridgeline.serve.engine_loop import Failed
 from ridgeline.serve.http import Gate, Json, Keys, error_body, refusal
+from ridgeline.serve.output_stream import Failed
 from ridgeline.serve.request import Busy, Invalid, NotFound
 from ridgeline.serve.routes import (
     LOAD_ADAPTER,
@@ -57,7 +57,11 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
                   redirect_slashes=False, servers=[{"url": root_path}] if root_path else None)  # fmt: skip
     app.router.route_class = body_route(service.max_model_len)
     loop.metrics.model = service.name
-    loop.metrics.watch(lambda: loop.stats, lambda: loop.queued)
+    blocks = loop.engine.blocks
+    tokens = blocks.count * blocks.size
+    cache = {"block_size": str(blocks.size), "num_gpu_blocks": str(blocks.count), "kv_cache_size_tokens": str(tokens),
+             "kv_cache_max_concurrency": f"{tokens / loop.engine.max_model_len:.2f}"}  # fmt: skip
+    loop.metrics.watch(lambda: loop.stats, lambda: loop.queued, cache)
     for add in (
         generation_routes,
         response_routes,
@@ -93,12 +97,14 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(UserError)
     async def wrong(request: Request, e: UserError) -> Response:
+        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
         if isinstance(e, Busy):
             return refusal(503, e.what, code="overloaded", retry_after=e.retry_after)
         if isinstance(e, NoModel):
-            return refusal(404, f"{e.what}: {e.fix}", "model", "model_not_found")
-        about = (e.param, e.code) if isinstance(e, (Invalid, WrongBody)) else ()
-        return refusal(404 if isinstance(e, NotFound) else 400, f"{e.what}: {e.fix}" if e.fix else e.what, *about)
+            return refusal(404, f"{e.what}: {e.fix}", "model", "model_not_found", path=path)
+        about = (e.param, e.code) if isinstance(e, (Invalid, WrongBody)) else (None, None)
+        status = 404 if isinstance(e, NotFound) else 400
+        return refusal(status, f"{e.what}: {e.fix}" if e.fix else e.what, *about, path=path)
 
     @app.exception_handler(Failed)
     async def failed(request: Request, e: Failed) -> Response:

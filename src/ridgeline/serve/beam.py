@@ -144,7 +144,8 @@ class BeamSearch:
         for index, f in enumerate(beams.finished[: group.request.sampling.n]):
             finish: Finish = "stop" if f.stop else "length"
             self.outputs.events.append(OutputEvent(group.request.id, index, f.tokens, None, finish, score=f.score,
-                                                   cached_tokens=group.cached_tokens))  # fmt: skip
+                                                   cached_tokens=group.cached_tokens,
+                                                   preemptions=group.preemptions))  # fmt: skip
         for seq in group.sequences:
             self.scheduler.remove(seq)
         del self.outputs.groups[group.request.id]

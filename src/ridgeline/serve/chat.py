@@ -24,6 +24,8 @@ from ridgeline.serve.request import Invalid
 
 MAX_TOOLS = 256
 """Largest number of functions in one body."""
+MAX_BATCH = 128
+"""Largest number of conversations in one body."""
 MAX_FURTHER = 16
 """Largest number of fields of a message that only its template knows."""
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -170,10 +172,9 @@ class Message(Body):
         return {**(self.model_extra or {}), **known}
 
 
-class ChatCompletion(Sampled):
-    """``POST /v1/chat/completions``."""
+class ChatOptions(Sampled):
+    """What an answer to a conversation may be like."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Number | None = None
     logprobs: bool | None = None
     top_logprobs: Number | None = None
@@ -266,6 +267,30 @@ class ChatCompletion(Sampled):
         if param == "logprobs" and self.top_logprobs is not None:
             return "top_logprobs"
         return super().renamed(param)
+
+
+class ChatCompletion(ChatOptions):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+class ChatBatch(ChatOptions):
+    """``POST /v1/chat/completions/batch``: one answer to each of several conversations."""
+
+    messages: Annotated[
+        list[Annotated[list[Message], Field(min_length=1, fail_fast=True)]],
+        Field(min_length=1, max_length=MAX_BATCH, fail_fast=True),
+    ]
+
+    def each(self) -> list[ChatCompletion]:
+        """The conversations. Raises :class:`Invalid` for options that only one of them may have."""
+        for name, given in (("stream", self.stream), ("tools", self.tools), ("use_beam_search", self.use_beam_search),
+                            ("n", self.outputs > 1), ("best_of", (self.best_of or 1) > 1)):  # fmt: skip
+            if given:
+                raise Invalid(name, "does not go with several conversations", "leave it out, or send them one by one")
+        shared = {name: getattr(self, name) for name in self.model_fields_set - {"messages"}}
+        return [ChatCompletion(messages=messages, **shared) for messages in self.messages]
 
 
 class Tokenize(Body):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ridgeline.serve.reasoning import PARSERS
+from ridgeline.serve.call_formats import CHANNELS, FORMATS
+from ridgeline.serve.reasoning import CHANNEL_REASONING, PARSERS
 from ridgeline.serve.request import Invalid, Pooling, Sampling
-from ridgeline.serve.tool_calls import FORMATS
 from ridgeline.spec.errors import UserError, unknown
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -38,6 +38,8 @@ class Options:
     """Whether every chunk of a stream has the usage so far, asked for or not."""
     request_metrics: bool = False
     """Whether answers tell when their tokens came."""
+    tokens_as_ids: bool = False
+    """Whether log-probabilities name tokens by their ids, unless a request says otherwise."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a name that is not known."""
@@ -49,6 +51,18 @@ class Options:
             raise unknown("reasoning parser", self.reasoning_parser, PARSERS, "--reasoning-parser")
         if self.pooling is not None and self.pooling not in get_args(Pooling):
             raise unknown("pooling", self.pooling, get_args(Pooling), "--pooling")
+
+
+def writes_channels(checkpoint: Path, options: Options) -> bool:
+    """Whether a model writes in channels: gpt-oss, or what the options say. Raises :class:`UserError` where they name
+    another format beside."""
+    named = (options.tool_parser, options.reasoning_parser)
+    if CHANNELS not in named and CHANNEL_REASONING not in named:
+        return read_json(checkpoint / "config.json").get("model_type") == "gpt_oss" and named == (None, None)
+    if options.tool_parser not in (None, CHANNELS) or options.reasoning_parser not in (None, CHANNEL_REASONING):
+        what = f"--tool-call-parser {CHANNELS} and --reasoning-parser {CHANNEL_REASONING} read one format"
+        raise UserError(what, "give both, or neither")
+    return True
 
 
 def sampling_defaults(checkpoint: Path, where: str, vocab_size: int) -> tuple[dict[str, Any], int | None]:
@@ -103,6 +117,12 @@ def dimensions_of(checkpoint: Path) -> frozenset[int] | None:
         if lengths:
             return frozenset(lengths)
     return None if config.get("is_matryoshka") else frozenset()
+
+
+def prompts_of(checkpoint: Path) -> dict[str, str]:
+    """What goes before a text of each kind, as sentence-transformers reads it of the checkpoint."""
+    found = read_json(checkpoint / "config_sentence_transformers.json").get("prompts") or {}
+    return {str(name): str(text) for name, text in found.items()} if isinstance(found, dict) else {}
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.grammar import Matcher
-from ridgeline.serve.request import EngineRequest, Finish, OutputEvent, TokenLogprob
+from ridgeline.serve.request import EngineRequest, Finish, OutputEvent, TokenLogprob, Vector
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,6 +82,10 @@ class Vocabulary:
         """The text of whole ``tokens``."""
         skipped = self.special if skip_special else frozenset()
         return b"".join(self.bytes[i] for i in tokens if i not in skipped).decode("utf-8", "replace")
+
+    def entries(self, tokens: Iterable[int]) -> list[str]:
+        """What the tokenizer's vocabulary has for ``tokens``; "" where it has nothing."""
+        return [self.tokenizer.id_to_token(t) or "" for t in tokens]
 
     def name(self, token: int) -> str:
         """A token's own text; bytes that are no text are spelled out, as the OpenAI API does."""
@@ -206,9 +210,10 @@ class Delta:
     generated: int = 0
     """Tokens so far."""
     cached_tokens: int = 0
+    preemptions: int = 0
     error: str = ""
     prompt_logprobs: list[TokenLogprob] | None = None
-    embedding: list[float] | None = None
+    embedding: Vector | None = None
 
     def add(self, later: Delta) -> None:
         """Append the delta that follows this one."""
@@ -217,6 +222,7 @@ class Delta:
         self.tokens += later.tokens
         self.finish, self.stop_reason, self.error = later.finish, later.stop_reason, later.error
         self.generated, self.cached_tokens = later.generated, max(self.cached_tokens, later.cached_tokens)
+        self.preemptions = later.preemptions
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.embedding = self.embedding or later.embedding
 
@@ -255,7 +261,7 @@ class ServeJob:
         text, entries = self._outputs.setdefault(event.index, (self._detokenizer(), []))
         delta = Delta(self.ordinal, event.index, finish=event.finish, stop_reason=event.stop_token, error=event.error,
                       cached_tokens=event.cached_tokens, prompt_logprobs=event.prompt_logprobs,
-                      embedding=event.embedding)  # fmt: skip
+                      embedding=event.embedding, preemptions=event.preemptions)  # fmt: skip
         ended = event.finish == "stop" and event.stop_string is None  # by a token
         ends = len(event.tokens) - 1 if ended and not self.include_stop else -1
         for i, token in enumerate(event.tokens):

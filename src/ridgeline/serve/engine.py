@@ -113,20 +113,26 @@ class Engine:
         """End one output without an event: its reader has found that the text is complete."""
         self.outputs.finish(request_id, index)
 
-    def load_adapter(self, name: str, folder: Path) -> None:
-        """Make an adapter available under ``name``. Raises :class:`UserError` if it does not fit."""
+    def load_adapter(self, name: str, folder: Path, replace: bool = False) -> None:
+        """Make an adapter available under ``name``; ``replace``: in place of one that no request uses. Raises
+        :class:`UserError` if it does not fit."""
         if self.adapters is None:
             raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
-        self.adapters.load(name, folder)
+        if replace:
+            self._unused(name)
+        self.adapters.load(name, folder, replace)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. Raises :class:`Invalid` while requests use it, or if there is none."""
-        using = sum(g.request.adapter == name for g in self.groups.values())
-        if using:
-            raise Invalid("lora_name", f"{using} requests are using {name!r}", "wait for them, or cancel them")
+        self._unused(name)
         if self.adapters is None:
             raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
         self.adapters.unload(name)
+
+    def _unused(self, adapter: str) -> None:
+        using = sum(g.request.adapter == adapter for g in self.groups.values())
+        if using:
+            raise Invalid("lora_name", f"{using} requests are using {adapter!r}", "wait for them, or cancel them")
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prompts → blocks that they took."""

@@ -14,14 +14,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.detokenize import Delta, ServeJob
+from ridgeline.serve.output_stream import Failed, OutputStream
 from ridgeline.serve.queue_limits import QueueLimits, QueueSpeed
-from ridgeline.serve.request import Busy, Invalid, OutputEvent, Stats
+from ridgeline.serve.request import Busy, Invalid, OutputEvent, Stats, Vector
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,58 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("ridgeline.serve")
 ASLEEP = "the server sleeps until POST /wake_up", 5.0
 """Why a request is refused then, and seconds after which to retry."""
-
-
-class Failed(Exception):
-    """The engine failed, or lost a request: not the client's fault."""
-
-
-class OutputStream:
-    """The outputs of the jobs of one request, as they arrive. Deltas are merged while the reader is slow."""
-
-    def __init__(self, jobs: Sequence[ServeJob], loop: asyncio.AbstractEventLoop) -> None:
-        self.jobs = {job.request.id: job for job in jobs}
-        self.submitted = time.monotonic()
-        self.first: dict[str, float] = {}
-        self.last = self.submitted
-        """When its last token came."""
-        self.scheduled: float | None = None
-        """When the first of its outputs was scheduled (the engine's thread says so)."""
-        self._open = {(job.ordinal, i) for job in jobs for i in job.open}
-        self._fresh: dict[tuple[int, int], Delta] = {}
-        self._error: Exception | None = None
-        self._ready = asyncio.Event()
-        self.accepted: asyncio.Future[None] = loop.create_future()
-
-    def put(self, delta: Delta) -> None:
-        """Add a delta of one output (on the event loop)."""
-        key = (delta.job, delta.index)
-        if key in self._fresh:
-            self._fresh[key].add(delta)
-        else:
-            self._fresh[key] = delta
-        self._ready.set()
-
-    def fail(self, error: Exception) -> None:
-        """End the stream with an error (on the event loop)."""
-        self._error = self._error or error
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-            self.accepted.exception()  # a reader that has gone does not retrieve it
-        self._ready.set()
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield deltas until every output has ended. Raises the error that the stream failed with."""
-        while self._open:
-            await self._ready.wait()
-            self._ready.clear()
-            fresh, self._fresh = self._fresh, {}
-            for key, delta in fresh.items():
-                if delta.finish:
-                    self._open.discard(key)
-                yield delta
-            if self._error is not None and self._open:
-                raise self._error
 
 
 @dataclass
@@ -180,13 +129,13 @@ class EngineLoop:
             raise
         return stream
 
-    async def vectors(self, jobs: Sequence[ServeJob]) -> list[list[float]]:
+    async def vectors(self, jobs: Sequence[ServeJob]) -> list[Vector]:
         """What is pooled of each job's prompt. More than the queue takes at once go in pieces, of which all but the
         first wait for room. Raises as :meth:`submit`, or :class:`Failed`."""
-        found: list[list[float]] = []
+        found: list[Vector] = []
         for piece in self._pieces(jobs):
             stream = await self._when_room(piece) if found else await self.submit(piece)
-            by_job: dict[int, list[float]] = {}
+            by_job: dict[int, Vector] = {}
             try:
                 async for delta in stream:
                     if delta.embedding is None:
@@ -369,9 +318,10 @@ class EngineLoop:
                     events = self.engine.step()
                     self._step_began = None
                     stats = self.engine.stats()
+                    read = stats.prompt_tokens - self.stats.prompt_tokens
+                    self.metrics.step.observe(read + stats.generated_tokens - self.stats.generated_tokens)
                     if stats.waiting or self.speed.blocked:  # it computed as many prompts as it could
-                        prompts = stats.prompt_tokens - self.stats.prompt_tokens
-                        self.speed.observe(prompts, time.monotonic() - began)
+                        self.speed.observe(read, time.monotonic() - began)
                     for event in events:
                         self._read(event)
                     self._note_started(began)
@@ -470,11 +420,18 @@ class EngineLoop:
         if delta.finish and event.finish is None:  # the text found a stop string
             self.engine.finish(event.request, event.index)
         self.metrics.tokens.inc(len(event.tokens))
+        at = (event.request, event.index)
+        for _ in event.tokens if at in stream.previous else event.tokens[1:]:
+            self.metrics.gap.observe((now - stream.previous.get(at, now)) / len(event.tokens))
+        if event.tokens:
+            stream.previous[at] = now
         self._outgoing.append((stream, delta))
         if delta.finish:
             self.metrics.output(delta, stream.first.get(event.request, now), now)
         if not job.open:
-            self.metrics.request(delta, len(job.request.prompt), now - stream.submitted)
+            first = stream.first.get(event.request, now)
+            scheduled = min(stream.scheduled or first, first)
+            self.metrics.request(delta, job.request, (stream.submitted, scheduled, first, now))
             self._forget(event.request)
 
     def _forget(self, *requests: str) -> None:

@@ -33,10 +33,19 @@ class ClientDisconnected(Exception):
     """The client has closed the connection."""
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """``{"error": …}`` in the OpenAI API's format."""
+VLLM_PATHS = frozenset({"/pooling", "/classify", "/score", "/rerank", "/tokenize", "/detokenize"})
+VLLM_KINDS = {400: "BadRequestError", 404: "NotFoundError"}
+"""Types of errors as vLLM names them."""
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None, path: str = ""
+) -> dict[str, Any]:
+    """``{"error": …}`` in the OpenAI API's format; of a ``path`` that vLLM has made, with its names of types."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    if path.removeprefix("/v1").removeprefix("/v2") in VLLM_PATHS:
+        kind = VLLM_KINDS.get(status, kind)
     # Clients of Anthropic's API want the outer type too, and those of OpenAI's do not mind it.
     return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -51,13 +60,14 @@ class Json(JSONResponse):
 
 def refusal(
     status: int, message: str, param: str | None = None, code: str | None = None, retry_after: float | None = None,
-    close: bool = False,
+    close: bool = False, path: str = "",
 ) -> Json:  # fmt: skip
-    """An error response. ``close``: also close the connection, even if part of the request is still to arrive."""
+    """An error response. ``close``: also close the connection, even if part of the request is still to arrive.
+    ``path``: as for :func:`error_body`."""
     headers = {} if retry_after is None else {"retry-after": str(math.ceil(retry_after))}
     if close:
         headers["connection"] = "close"
-    return Json(error_body(status, message, param, code), status, headers)
+    return Json(error_body(status, message, param, code, path), status, headers)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:

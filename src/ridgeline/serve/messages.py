@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from ridgeline.serve.detokenize import Delta
-from ridgeline.serve.engine_loop import Failed, OutputStream
 from ridgeline.serve.http import error_body
 from ridgeline.serve.message_bodies import Counted, MessageRequest
+from ridgeline.serve.output_stream import Failed, OutputStream
 from ridgeline.serve.request import Busy
 from ridgeline.serve.service import PreparedRequest, Service
 from ridgeline.serve.tool_calls import Piece

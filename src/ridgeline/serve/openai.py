@@ -113,6 +113,8 @@ class Sampled(Body):
     """Report the log-probabilities of the prompt's tokens, and this number of the likeliest at each place."""
     logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_IDS)] | None = None
     """Report the log-probabilities of these tokens instead of the likeliest ones."""
+    request_id: StopText | None = None
+    """The answer's id ends with it."""
     return_token_ids: bool | None = None
     """Report the ids of the prompt's tokens and of the output's."""
     return_tokens_as_token_ids: bool | None = None
@@ -235,6 +237,8 @@ class LoadAdapter(Body):
 
     lora_name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     lora_path: Annotated[str, StringConstraints(min_length=1)]
+    load_inplace: bool = False
+    """Replace the adapter of that name, once no request uses it."""
 
 
 class UnloadAdapter(Body):

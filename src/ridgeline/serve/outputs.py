@@ -57,6 +57,7 @@ class Outputs:
         seq.emitted = seq.generated
         if seq.finish is not None:
             event.finish, event.stop_token, event.cached_tokens = seq.finish, seq.stop_token, group.cached_tokens
+            event.preemptions = group.preemptions
         self.events.append(event)
 
     def end(self, seq: Sequence) -> None:
@@ -81,7 +82,7 @@ class Outputs:
             event = OutputEvent(group.request.id, index, one.tokens[prompt:], None, one.finish, one.stop_token)
             if group.request.sampling.logprobs is not None:
                 event.logprobs = one.logprobs
-            event.cached_tokens = group.cached_tokens
+            event.cached_tokens, event.preemptions = group.cached_tokens, group.preemptions
             event.stop_string = one.watch.stop if one.watch is not None else None
             self.events.append(event)
 

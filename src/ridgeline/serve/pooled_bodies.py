@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ridgeline.serve.chat import Message, template_variables
-from ridgeline.serve.fields import Body, Inputs, Number, Salt, Side, Text, few
+from ridgeline.serve.fields import Body, Inputs, Number, Salt, Side, StopText, Text, few
 from ridgeline.serve.request import Invalid
 
 Encoding = Literal["float", "base64", "bytes", "bytes_only"]
@@ -29,6 +29,8 @@ class Read(Body):
     user: Text | None = None
     """Without effect."""
     priority: Number = 0
+    request_id: StopText | None = None
+    """The answer's id ends with it."""
 
 
 class Given(Read):
@@ -43,6 +45,8 @@ class Given(Read):
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few)] | None = None
     cache_salt: Salt | None = None
+    padding: Literal["max_length", "do_not_pad"] | None = None
+    """``max_length``: pad prompts to the context, for models that were trained with padding and without a mask."""
 
     def check(self) -> None:
         """Raise :class:`Invalid` unless there is one of ``input`` and ``messages``."""
@@ -79,5 +83,5 @@ class Classification(Given):
 class PoolingRequest(Encoded):
     """``POST /pooling``."""
 
-    task: Literal["embed", "classify"] | None = None
-    """None: what the model is for."""
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+    """None: what the model is for. Of a token: one result for each, not pooled."""

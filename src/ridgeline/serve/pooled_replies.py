@@ -14,11 +14,12 @@ from starlette.responses import Response
 
 from ridgeline.serve.http import Json
 from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, Encoded, PoolingRequest, Read
+from ridgeline.serve.request import Vector
 from ridgeline.serve.scoring import RerankRequest, ScoreRequest
 from ridgeline.serve.service import PreparedRequest, Service
 
-Vectors = Sequence[list[float]]
-"""Of all inputs, in order."""
+Vectors = Sequence[Any]
+"""Of all inputs, in order: [H] or [labels] each; or [tokens, H or labels]."""
 
 
 def embeddings(prepared: PreparedRequest, found: Vectors, body: EmbeddingRequest) -> Response:
@@ -39,11 +40,13 @@ def classes(prepared: PreparedRequest, found: Vectors, body: Classification, ser
 
 
 def pooled(prepared: PreparedRequest, found: Vectors, body: PoolingRequest, service: Service) -> Response:
-    """The answer of ``/pooling``: an embedding, or probabilities of classes, of each input."""
-    if prepared.jobs[0].request.classify:
-        made = [_activated(logits, body, service) for logits in found]
-    else:
-        made = [_cut(v, body) for v in found]
+    """The answer of ``/pooling``: an embedding, or probabilities of classes, of each input or each of its tokens."""
+    request = prepared.jobs[0].request
+
+    def one(vector: list[float]) -> list[float]:
+        return _activated(vector, body, service) if request.classify else _cut(vector, body)
+
+    made = [list(map(one, v)) if request.each else one(v) for v in found]
     return _encoded(prepared, made, body, ("pooling", "data"))
 
 
@@ -76,7 +79,7 @@ def _compared(
     if prepared.jobs[0].request.classify:
         return [_activated(logits, body, service)[0] for logits in found]
     count = len(body.texts()[0])
-    units = [_unit(v) for v in found]
+    units = [unit(v) for v in found]
     first, second = units[:count], units[count:]
     pairs = zip(first * (len(second) if count == 1 else 1), second, strict=True)
     return [sum(a * b for a, b in zip(x, y, strict=True)) for x, y in pairs]
@@ -84,10 +87,11 @@ def _compared(
 
 def _cut(vector: list[float], body: Encoded) -> list[float]:
     vector = vector[: body.dimensions]
-    return vector if body.normalize is False or body.use_activation is False else _unit(vector)
+    return vector if body.normalize is False or body.use_activation is False else unit(vector)
 
 
-def _unit(vector: list[float]) -> list[float]:
+def unit(vector: list[float]) -> list[float]:
+    """A vector of length 1 in the same direction."""
     norm = math.sqrt(sum(x * x for x in vector)) or 1.0
     return [x / norm for x in vector]
 
@@ -107,24 +111,25 @@ def _encoded(prepared: PreparedRequest, vectors: Vectors, body: Encoded, names: 
     ends = list(accumulate(map(len, parts)))
     items = [
         {"index": i, "embed_dtype": body.embed_dtype, "endianness": body.endianness, "start": end - len(part),
-         "end": end, "shape": [len(vectors[i])]}
+         "end": end, "shape": _shape(vectors[i])}
         for i, (part, end) in enumerate(zip(parts, ends, strict=True))
     ]  # fmt: skip
     about = json.dumps(_listed(prepared, items), separators=(",", ":"))
     return Response(b"".join(parts), media_type="application/octet-stream", headers={"metadata": about})
 
 
-def _bytes(vector: list[float], body: Encoded) -> bytes:
-    """A vector's numbers one after the other; ``bfloat16`` is sent as ``float16``, as vLLM does."""
+def _shape(vector: Vector) -> list[int]:
+    return [len(vector), *([len(vector[0])] if isinstance(vector[0], list) else [])]
+
+
+def _bytes(vector: Vector, body: Encoded) -> bytes:
+    """A vector's numbers one after the other."""
     import torch
 
-    dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.float16,
+    dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
              "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[body.embed_dtype]  # fmt: skip
-    numbers = torch.tensor(vector, dtype=torch.float32)
-    if body.embed_dtype == "bfloat16":
-        numbers = numbers.bfloat16().float()
-    made = numbers.to(dtype)
-    array = made.view(torch.uint8 if made.itemsize == 1 else made.dtype).numpy()
+    made = torch.tensor(vector, dtype=torch.float32).to(dtype)
+    array = made.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[made.itemsize]).numpy()
     wanted = sys.byteorder if body.endianness == "native" else body.endianness
     return (array if wanted == sys.byteorder else array.byteswap()).tobytes()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,11 +18,14 @@ from ridgeline.serve.sequence import Sequence
 
 def pool(seq: Sequence, hidden: Tensor, runner: Runner) -> None:
     """Add the prompt tokens of this step, ``hidden`` [tokens, hidden], to an embedding's sum, or keep the one that it
-    is; a classifier reads the first one."""
+    is, or all; a classifier reads the first one."""
     group = seq.group
     if not group.request.embed:
         return
-    if group.request.classify:
+    if group.request.each:
+        rows = runner.logits(hidden) if group.request.classify else hidden
+        group.hidden = (group.hidden or []) + rows.float().tolist()
+    elif group.request.classify:
         if seq.n_computed == 0:
             group.hidden = runner.logits(hidden[:1])[0].tolist()
     elif group.request.pooling == "cls":
@@ -57,12 +61,20 @@ def end_pooled(seq: Sequence, outputs: Outputs) -> None:
     """Return the embedding or the class logits of a computed prompt, and end its request."""
     group = seq.group
     assert group.hidden is not None
-    summed = group.request.pooling == "mean" and not group.request.classify
+    each = group.request.each
+    summed = group.request.pooling == "mean" and not (group.request.classify or each)
     found = [v / len(seq.tokens) for v in group.hidden] if summed else group.hidden
-    if not all(map(math.isfinite, found)):
+    if not all(map(math.isfinite, chain.from_iterable(found) if each else found)):
         outputs.fail(seq, "the model's hidden states are not finite")
         return
-    event = OutputEvent(group.request.id, 0, finish="stop", embedding=found, cached_tokens=group.cached_tokens)
+    event = OutputEvent(
+        group.request.id,
+        0,
+        finish="stop",
+        embedding=found,
+        cached_tokens=group.cached_tokens,
+        preemptions=group.preemptions,
+    )
     outputs.events.append(event)
     seq.finish = "stop"
     outputs.end(seq)

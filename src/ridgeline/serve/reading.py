@@ -39,12 +39,13 @@ class Reading:
 
     def pooled(self, body: PoolingRequest, key: bytes) -> PreparedRequest:
         """The jobs of ``/pooling``. Raises :class:`Invalid`."""
-        classify = self.service.labels is not None if body.task is None else body.task == "classify"
+        classify = self.service.labels is not None if body.task is None else body.task.endswith("classify")
         for name in ("dimensions", "normalize") if classify else ():
             if getattr(body, name) is not None:
                 raise Invalid(name, "has an effect on embeddings only", "leave it out")
         self._cuttable(body.dimensions)
-        return self._read("pool", body, self._inputs(body), key, classify, body.cache_salt)
+        each = body.task is not None and body.task.startswith("token_")
+        return self._read("pooling", body, self._inputs(body), key, classify, body.cache_salt, each)
 
     def scored(self, body: ScoreRequest | RerankRequest, key: bytes) -> PreparedRequest:
         """The jobs of the texts that are compared: the first ones of all pairs, then the second ones; or of the pairs,
@@ -90,11 +91,19 @@ class Reading:
     def _inputs(self, body: Given) -> list[Prompt]:
         body.check()
         cut = (body.truncate_prompt_tokens, body.truncation_side)
+        service = self.service
         if body.messages is not None:
-            return [Prompt(self.service.chat_prompt(body, body.messages, *cut, special=bool(body.add_special_tokens)))]
-        assert body.input is not None
-        special = body.add_special_tokens is not False
-        return [Prompt(p) for p in self.service.prompts(prompts_of(body.input, "input"), "input", special, *cut)]
+            found = [service.chat_prompt(body, body.messages, *cut, special=bool(body.add_special_tokens))]
+        else:
+            assert body.input is not None
+            special = body.add_special_tokens is not False
+            found = service.prompts(prompts_of(body.input, "input"), "input", special, *cut)
+        if body.padding == "max_length":
+            pad = service.vocabulary.tokenizer.token_to_id(service.special.get("pad_token", ""))
+            if pad is None:
+                raise Invalid("padding", "needs a padding token, which this tokenizer lacks", "leave it out")
+            found = [prompt + [pad] * (service.max_model_len - len(prompt)) for prompt in found]
+        return [Prompt(prompt) for prompt in found]
 
     def _cuttable(self, dimensions: int | None) -> None:
         """Raise :class:`Invalid` where embeddings cannot be cut to ``dimensions``."""
@@ -110,7 +119,7 @@ class Reading:
             raise Invalid("dimensions", f"is {dimensions}, outside 1 to {width}", "give a length inside")
 
     def _read(self, kind: str, body: Read, prompts: Sequence[Prompt], key: bytes, classify: bool,
-              own: str | None = None) -> PreparedRequest:  # fmt: skip
+              own: str | None = None, each: bool = False) -> PreparedRequest:  # fmt: skip
         """The jobs of ``prompts``."""
         service, salt, client = self.service, salt_of(key, own), salt_of(key, None)
         adapter, base = service.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
@@ -118,9 +127,10 @@ class Reading:
             ServeJob(
                 EngineRequest(f"{base}-{i}", prompt.tokens, adapter=adapter, salt=salt, priority=body.priority,
                               embed=True, pooling=service.pooling, classify=classify, token_types=prompt.kinds,
-                              client=client),
+                              client=client, each=each),
                 service.vocabulary, i,
             )
             for i, prompt in enumerate(prompts)
         ]  # fmt: skip
-        return PreparedRequest(base, body.model or service.name, jobs)
+        name = base if body.request_id is None else f"{kind}-{body.request_id}"
+        return PreparedRequest(name, body.model or service.name, jobs)

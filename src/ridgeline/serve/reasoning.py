@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from ridgeline.serve.detokenize import Vocabulary
 
 BEGIN, END = "<think>", "</think>"
-PARSERS = ("deepseek_r1", "qwen3")
-"""By vLLM's names. Whether the prompt or the model begins the reasoning is seen from the prompt, so one reader does."""
+CHANNEL_REASONING = "openai_gptoss"
+PARSERS = ("deepseek_r1", "deepseek_v3", "qwen3", "olmo3", CHANNEL_REASONING)
+"""By vLLM's names. Whether the prompt or the model begins the reasoning is seen from the prompt, so one reader does for
+all but gpt-oss, whose channels :mod:`ridgeline.serve.harmony` reads."""
 
 
 class Reasoned:

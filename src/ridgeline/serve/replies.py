@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from ridgeline.serve.detokenize import Delta, Detokenizer, Entry, Vocabulary
-from ridgeline.serve.engine_loop import Failed, OutputStream
+from ridgeline.serve.harmony import ChannelCount
 from ridgeline.serve.http import error_body
 from ridgeline.serve.openai import Sampled
+from ridgeline.serve.output_stream import Failed, OutputStream
 from ridgeline.serve.reasoning import ReasoningCount
 from ridgeline.serve.request import Busy, TokenLogprob
 from ridgeline.serve.service import PreparedRequest
@@ -100,7 +101,7 @@ class Writer:
         self._vocabulary = prepared.jobs[0].vocabulary
         self._name: Callable[[int], str] = _by_id if prepared.named_by_id else self._vocabulary.name
         self._generated: dict[int, int] = {}
-        self._reasoning: dict[int, ReasoningCount] = {}
+        self._reasoning: dict[int, ReasoningCount | ChannelCount] = {}
         self._cached: dict[int, int] = {}
         self._begun: set[int] = set()
         self._readers: dict[int, Reader] = {}
@@ -137,7 +138,7 @@ class Writer:
                     message.update(content=parts.content or reader.empty, tool_calls=parts.calls)
                     delta.finish = reader.ends if delta.finish == "stop" else delta.finish
             if self.prepared.echo:
-                message.update(content=self.prepared.texts[0] + (message["content"] or ""))
+                message.update(content=self.prepared.texts[delta.job] + (message["content"] or ""))
             body: Choice = {"message": message, "logprobs": self._chat_logprobs(delta)}
         else:
             body = {**self._completion(delta, first=True), **self.of_prompt(delta.job)}
@@ -178,7 +179,7 @@ class Writer:
         if self.chat and first:
             yield {"index": index, "delta": {"role": "assistant", "content": ""}, **open_end}
             if self.prepared.echo:
-                yield {"index": index, "delta": {"content": self.prepared.texts[0]}, **open_end}
+                yield {"index": index, "delta": {"content": self.prepared.texts[delta.job]}, **open_end}
         self._count(delta)
         if not self.chat:
             if delta.text or delta.entries or delta.finish or self._ids_of(delta) or (first and self.prepared.echo):
@@ -226,7 +227,7 @@ class Writer:
         self._generated[index] = delta.generated
         if self.prepared.reasoning is not None:
             if index not in self._reasoning:
-                self._reasoning[index] = ReasoningCount(self._vocabulary, self.prepared.reasoning)
+                self._reasoning[index] = self.prepared.reasoning_count()
             self._reasoning[index].push(delta.tokens)
         if delta.prompt_logprobs is not None:
             self._prompts[delta.job] = delta.prompt_logprobs

@@ -17,6 +17,8 @@ functions, which text finds too."""
 
 Pooling = Literal["mean", "last", "cls"]
 """What an embedding is made of: the mean of all hidden states, the last token's, or the first one's."""
+Vector = list[float] | list[list[float]]
+"""What is read of one prompt: of all of it, or of each of its tokens."""
 
 
 class Invalid(UserError):
@@ -199,6 +201,8 @@ class EngineRequest:
     pooling: Pooling = "mean"
     classify: bool = False
     """With ``embed``: return the logits of the model's classes instead."""
+    each: bool = False
+    """With ``embed``: of every token of the prompt, not pooled."""
     watch: Callable[[], Watch] | None = None
     """Makes what finds the stop strings of one output; of outputs that are ranked, whose text nobody reads before."""
     token_types: Sequence[int] = ()
@@ -219,7 +223,7 @@ def check_request(request: EngineRequest, spec: ModelSpec, context: int) -> None
         raise Invalid("prompt", what, SHORTEN, TOO_LONG)
     bad = next((t for t in request.prompt if not 0 <= t < spec.vocab_size), None)
     if bad is not None:
-        raise Invalid("prompt", f"holds token {bad} of a vocabulary of {spec.vocab_size}", "use its ids")
+        raise Invalid("prompt", f"holds token {bad}, out of vocabulary", f"give ids below {spec.vocab_size}")
     if request.classify and not (request.embed and spec.head == "classify"):
         raise Invalid("model", f"{spec.name} has no classes", "serve a checkpoint for sequence classification")
     if request.token_types and (len(request.token_types) != n or max(request.token_types) >= spec.token_types):
@@ -273,10 +277,13 @@ class OutputEvent:
     """With finish "error": what went wrong."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache; on an output's last event."""
+    preemptions: int = 0
+    """How often the request was put back for want of blocks; on an output's last event."""
     prompt_logprobs: list[TokenLogprob] | None = None
     """On the first event of output 0, where they were requested."""
-    embedding: list[float] | None = None
-    """With ``embed``: the pooled hidden state [H], or with ``classify`` the logits [labels]."""
+    embedding: Vector | None = None
+    """With ``embed``: the pooled hidden state [H], or with ``classify`` the logits [labels]; with ``each`` of every
+    token [tokens, H or labels]."""
     score: float | None = None
     """Of a beam: its penalized log-probability."""
 

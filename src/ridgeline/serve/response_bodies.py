@@ -186,7 +186,10 @@ class ResponseRequest(Body):
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled", "auto"] | None = None
     """``auto``: of what does not fit the context with the output only the end is read."""
-    background: Literal[False] | None = None
+    background: bool | None = None
+    """Answer at once, and make the response without a client that waits for it."""
+    enable_response_messages: bool = False
+    """Also report the prompt and the output as text and tokens (vLLM's extension)."""
     top_k: Number | None = None
     min_p: float | None = None
     presence_penalty: float | None = None

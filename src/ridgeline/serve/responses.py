@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import secrets
@@ -12,10 +13,9 @@ from typing import Any
 
 from ridgeline.serve.chat import CalledFunction, Message, ToolCall, is_object
 from ridgeline.serve.detokenize import Delta, Entry
-from ridgeline.serve.engine_loop import Failed, OutputStream
-from ridgeline.serve.reasoning import ReasoningCount
+from ridgeline.serve.output_stream import Failed, OutputStream
 from ridgeline.serve.replies import chat_logprobs
-from ridgeline.serve.request import Busy, NotFound
+from ridgeline.serve.request import Busy, Invalid, NotFound
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.service import PreparedRequest, Service
 from ridgeline.serve.tool_calls import Piece
@@ -44,7 +44,36 @@ class PreparedResponse(PreparedRequest):
 class _Stored:
     response: dict[str, Any]
     talk: list[Message]
-    size: int
+    events: list[Event] = field(default_factory=list)
+    """Of a background response that streamed, so that a client may read them again."""
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        said = sum(len(str(message.plain())) for message in self.talk)
+        self.size = len(json.dumps(self.response)) + len(json.dumps(self.events)) + said
+
+
+@dataclass
+class _Running:
+    """A response that is made in the background."""
+
+    writer: Writer
+    stream: OutputStream
+    events: list[Event] = field(default_factory=list)
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when events were added, or the response has ended; replaced each time."""
+    task: asyncio.Task[None] | None = None
+
+    def response(self) -> dict[str, Any]:
+        """The response as it is now."""
+        found = self.writer.response()
+        waits = found["status"] == "in_progress" and self.stream.scheduled is None
+        return {**found, "status": "queued"} if waits else found
+
+    def tell(self) -> None:
+        """Wake who follows."""
+        self.more.set()
+        self.more = asyncio.Event()
 
 
 class Responses:
@@ -53,13 +82,19 @@ class Responses:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._stored: OrderedDict[tuple[bytes, str], _Stored] = OrderedDict()
+        self._running: dict[tuple[bytes, str], _Running] = {}
         self._size = 0
 
     def prepare(self, body: ResponseRequest, key: bytes) -> PreparedResponse:
         """The job of a response. Raises :class:`Invalid`."""
         owner, before = hashlib.sha256(key).digest(), []
+        if body.background and body.store is False:
+            raise Invalid("background", "background can only be used when `store` is true", "leave out store")
         if body.previous_response_id is not None:
             stored = self._stored.get((owner, body.previous_response_id))
+            if (owner, body.previous_response_id) in self._running:
+                what = f"response {body.previous_response_id[:100]!r} is still being made"
+                raise Invalid("previous_response_id", what, "retrieve it until its status is completed")
             if stored is None:
                 what = f"response {body.previous_response_id[:100]!r} not found: it is not stored here (any more)"
                 fix = "send the whole conversation as input"
@@ -68,19 +103,90 @@ class Responses:
         talk = [*before, *body.messages()]
         made = self.service.chat(body.chat(talk, self.service.max_model_len), key)
         name = f"resp_{secrets.token_hex(24)}"
-        return PreparedResponse(name, made.model, made.jobs, reader=made.reader,
-                                reasoning=made.reasoning, body=body, talk=talk, owner=owner)  # fmt: skip
+        return PreparedResponse(
+            name, made.model, made.jobs, reader=made.reader, reasoning=made.reasoning, channels=made.channels,
+            body=body, talk=talk, owner=owner,
+        )  # fmt: skip
 
-    def get(self, name: str, key: bytes) -> dict[str, Any] | None:
-        """A stored response of this key."""
-        stored = self._stored.get((hashlib.sha256(key).digest(), name))
-        return None if stored is None else stored.response
+    def get(self, name: str, key: bytes) -> dict[str, Any]:
+        """A response of this key, stored or in the making. Raises :class:`NotFound`."""
+        at = hashlib.sha256(key).digest(), name
+        if (running := self._running.get(at)) is not None:
+            return running.response()
+        return self._found(at).response
 
-    def delete(self, name: str, key: bytes) -> bool:
-        """Forget a stored response of this key → whether there was one."""
-        stored = self._stored.pop((hashlib.sha256(key).digest(), name), None)
-        self._size -= stored.size if stored is not None else 0
-        return stored is not None
+    def _found(self, at: tuple[bytes, str]) -> _Stored:
+        if (stored := self._stored.get(at)) is None:
+            raise NotFound("response_id", f"Response with id '{at[1][:100]}' not found.", "it may have been forgotten")
+        return stored
+
+    def delete(self, name: str, key: bytes) -> None:
+        """Forget a response of this key; one in the making ends. Raises :class:`NotFound`."""
+        at = hashlib.sha256(key).digest(), name
+        if at in self._running:
+            self._cancel(at)
+        self._found(at)
+        self._size -= self._stored.pop(at).size
+
+    def begin(self, prepared: PreparedResponse, stream: OutputStream) -> dict[str, Any]:
+        """Make a response in the background (on the event loop) → the response before it has begun."""
+        running = self._running[prepared.owner, prepared.id] = _Running(Writer(prepared), stream)
+        running.task = asyncio.create_task(self._make(running))
+        return {**running.response(), "status": "queued"}
+
+    def cancel(self, name: str, key: bytes) -> dict[str, Any]:
+        """End a response that is made in the background; one that has ended stays as it is. Raises :class:`NotFound`,
+        and :class:`Invalid` for another kind."""
+        at = hashlib.sha256(key).digest(), name
+        if at in self._running:
+            self._cancel(at)
+        response = self._found(at).response
+        if not response["background"]:
+            raise Invalid("response_id", "Cannot cancel a synchronous response.", "close its connection")
+        return response
+
+    def _cancel(self, at: tuple[bytes, str]) -> None:
+        running = self._running.pop(at)
+        running.writer.cancel()
+        if running.task is not None:
+            running.task.cancel()
+        self._store(running.writer, running.events)
+        running.tell()
+
+    async def _make(self, running: _Running) -> None:
+        writer = running.writer
+        prepared = writer.prepared
+        try:
+            async for event in self._events(writer, running.stream):
+                if prepared.body.stream:
+                    running.events.append(event)
+                    running.tell()
+        finally:
+            self.service.loop.cancel(running.stream)
+            if self._running.pop((prepared.owner, prepared.id), None) is not None:
+                self._store(writer, running.events)
+            running.tell()
+
+    def follow(self, name: str, key: bytes, after: int = -1) -> AsyncGenerator[Event, None]:
+        """The events of a background response that streams, from the one after number ``after`` on. Raises
+        :class:`NotFound`, and :class:`Invalid` for a response that does not stream."""
+        at = hashlib.sha256(key).digest(), name
+        running = self._running.get(at)
+        events = self._found(at).events if running is None else running.events
+        if not events and (running is None or not running.writer.prepared.body.stream):
+            raise Invalid("stream", "is for responses made with background and stream", "retrieve it without")
+
+        async def listed() -> AsyncGenerator[Event, None]:
+            number = after + 1
+            while True:
+                for event in events[number:]:
+                    yield event
+                    number += 1
+                if self._running.get(at) is not running or running is None:
+                    return
+                await running.more.wait()
+
+        return listed()
 
     async def whole(self, prepared: PreparedResponse, stream: OutputStream) -> dict[str, Any]:
         """The answer to a request that does not stream. Raises :class:`Failed` if the output failed."""
@@ -93,7 +199,11 @@ class Responses:
 
     async def events(self, prepared: PreparedResponse, stream: OutputStream) -> AsyncGenerator[Event, None]:
         """The events of a request that streams; an error in midstream is a ``response.failed``."""
-        writer, number = Writer(prepared), 0
+        async for event in self._events(Writer(prepared), stream):
+            yield event
+
+    async def _events(self, writer: Writer, stream: OutputStream) -> AsyncGenerator[Event, None]:
+        number = 0
         try:
             async for event in self._written(writer, stream):
                 yield {**event, "sequence_number": number}
@@ -108,18 +218,16 @@ class Responses:
         async for delta in stream:
             for event in writer.read(delta):
                 yield event
-        self._keep(writer)
+        body = writer.prepared.body
+        if not body.background and body.store is not False and writer.status != "failed":
+            self._store(writer, [])
         yield {"type": f"response.{writer.status}", "response": writer.response()}
 
-    def _keep(self, writer: Writer) -> None:
+    def _store(self, writer: Writer, events: list[Event]) -> None:
         prepared = writer.prepared
-        if prepared.body.store is False or writer.status == "failed":
-            return
-        talk = [*prepared.talk, writer.message()]
-        response = writer.response()
-        size = len(json.dumps(response)) + sum(len(str(message.plain())) for message in talk)
-        self._stored[prepared.owner, prepared.id] = _Stored(response, talk, size)
-        self._size += size
+        stored = _Stored(writer.response(), [*prepared.talk, writer.message()], events)
+        self._stored[prepared.owner, prepared.id] = stored
+        self._size += stored.size
         while len(self._stored) > KEPT or self._size > KEPT_TEXT:
             self._size -= self._stored.popitem(last=False)[1].size
 
@@ -135,7 +243,8 @@ class Writer:
         self._open = False
         """Whether the last item may still grow."""
         self._usage: tuple[int, int] | None = None
-        self._reasoning = ReasoningCount(prepared.jobs[0].vocabulary, bool(prepared.reasoning))
+        self._tokens: list[int] = []
+        self._reasoning = prepared.reasoning_count()
         self._late: list[Entry] = []
 
     def read(self, delta: Delta) -> Iterator[Event]:
@@ -143,6 +252,8 @@ class Writer:
         if delta.finish in ("error", "abort"):
             self.status, self.error = "failed", delta.error or "the server ended before the output did"
         self._usage = (delta.generated, delta.cached_tokens)
+        if self.prepared.body.enable_response_messages:
+            self._tokens += delta.tokens
         if self.prepared.reasoning is not None:
             self._reasoning.push(delta.tokens)
         self._late += delta.entries
@@ -162,6 +273,12 @@ class Writer:
         yield from self._close("incomplete" if delta.finish == "length" else "completed")
         if not self.error:
             self.status = "incomplete" if delta.finish == "length" else "completed"
+
+    def cancel(self) -> None:
+        """End the response as it is."""
+        for _ in self._close("incomplete"):
+            pass
+        self.status = "cancelled"
 
     def message(self) -> Message:
         """The answer as a message of the conversation, without a call that was cut off."""
@@ -185,7 +302,8 @@ class Writer:
         given = body.model_dump(by_alias=True, exclude_none=True, include=shown)
         cut = self.status == "incomplete"
         return {
-            "id": p.id, "object": "response", "created_at": p.created, "status": self.status, "background": False,
+            "id": p.id, "object": "response", "created_at": p.created, "status": self.status,
+            "background": bool(body.background),
             "error": {"code": "server_error", "message": self.error} if self.error else None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
@@ -199,6 +317,18 @@ class Writer:
             "tool_choice": given.get("tool_choice", "auto"), "tools": given.get("tools", []),
             "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p,
             "truncation": body.truncation or "disabled", "usage": self._used(), "user": body.user,
+            **(self._raw() if body.enable_response_messages else {}),
+        }  # fmt: skip
+
+    def _raw(self) -> dict[str, Any]:
+        """The prompt and the output as the model has them."""
+        job = self.prepared.jobs[0]
+        return {
+            f"{name}_messages": [{
+                "type": "raw_message_tokens", "tokens": list(tokens),
+                "message": job.vocabulary.decode(tokens, skip_special=False),
+            }]
+            for name, tokens in (("input", job.request.prompt), ("output", self._tokens))
         }  # fmt: skip
 
     def _used(self) -> dict[str, Any] | None:

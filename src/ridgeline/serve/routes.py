@@ -11,17 +11,19 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from ridgeline.serve import pooled_replies, replies
-from ridgeline.serve.chat import ChatCompletion, Tokenize
+from ridgeline.serve.chat import ChatBatch, ChatCompletion, Tokenize
+from ridgeline.serve.cohere import Embed, EmbedRequest
 from ridgeline.serve.engine import Engine
-from ridgeline.serve.engine_loop import EngineLoop, OutputStream
+from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.fields import Body
 from ridgeline.serve.http import ClientDisconnected, EventStream, Json, Passed, bearer, refusal, unless_gone
 from ridgeline.serve.message_bodies import Counted, MessageRequest
 from ridgeline.serve.messages import Messages
 from ridgeline.serve.openai import Completion, Detokenize, LoadAdapter, UnloadAdapter
+from ridgeline.serve.output_stream import OutputStream
 from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, PoolingRequest
 from ridgeline.serve.reading import Reading
-from ridgeline.serve.request import Invalid
+from ridgeline.serve.request import Invalid, Vector
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
 from ridgeline.serve.scoring import PAIRS, RerankRequest, ScoreRequest
@@ -54,20 +56,29 @@ _GENERATED: dict[int | str, dict[str, Any]] = {
 }
 
 
-async def answer(
-    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], P], body: T,
-    finish: Reply[P], stream: Reply[P] | None = None, typed: bool = False,
-) -> Response:  # fmt: skip
-    """Prepare off the event loop, submit, respond completely or as a stream; aborted when the client disconnects."""
-
-    async def work() -> tuple[P, OutputStream]:
+async def submitted(
+    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], P], body: T
+) -> tuple[P, OutputStream]:
+    """Prepare off the event loop, and submit. Errors name the fields of ``body``."""
+    try:
         prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
         if loop.member is not None:
             loop.member.assign(prepared.jobs, request.headers.get(HEADER))
         return prepared, await loop.submit(prepared.jobs)
+    except Invalid as e:
+        if isinstance(body, Body) and (param := body.renamed(e.param)) != e.param:
+            raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix, e.code) from None
+        raise
+
+
+async def answer(
+    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], P], body: T,
+    finish: Reply[P], stream: Reply[P] | None = None, typed: bool = False,
+) -> Response:  # fmt: skip
+    """Prepare, submit, respond completely or as a stream; aborted when the client disconnects."""
 
     async def all_of_it() -> Response:
-        prepared, found = await work()
+        prepared, found = await submitted(loop, request, prepare, body)
         try:
             return Json(await finish(prepared, found))
         finally:
@@ -83,19 +94,15 @@ async def answer(
     try:
         if stream is None:
             return await unless_gone(request.receive, all_of_it())
-        prepared, found = await unless_gone(request.receive, work())
+        prepared, found = await unless_gone(request.receive, submitted(loop, request, prepare, body))
         return EventStream(pieces(prepared, found, stream), typed)
     except ClientDisconnected:
         return Response(status_code=499)
-    except Invalid as e:
-        if isinstance(body, Body) and (param := body.renamed(e.param)) != e.param:
-            raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix, e.code) from None
-        raise
 
 
 async def read(
     loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], PreparedRequest], body: T,
-    write: Callable[[PreparedRequest, list[list[float]]], Response],
+    write: Callable[[PreparedRequest, list[Vector]], Response],
 ) -> Response:  # fmt: skip
     """Prepare off the event loop, pool all prompts, respond; aborted when the client disconnects."""
 
@@ -129,15 +136,26 @@ def generation_routes(app: FastAPI, service: Service) -> None:
             (lambda a, s: replies.chunks(a, s, body, True, service.force_usage)) if body.stream else None,
         )  # fmt: skip
 
+    @app.post("/v1/chat/completions/batch", responses=_REFUSALS)
+    async def chats(body: ChatBatch, request: Request) -> Response:
+        """Answer several conversations, each with a choice."""
+        return await answer(service.loop, request, service.chats, body, lambda a, s: replies.whole(a, s, chat=True))
+
 
 def pooling_routes(app: FastAPI, service: Service) -> None:
     """Embeddings, classes, and how similar texts are."""
     loop, reading = service.loop, Reading(service)
+    known = Embed(reading)
 
     @app.post("/v1/embeddings", responses=_REFUSALS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Vectors of texts."""
         return await read(loop, request, reading.embedding, body, lambda a, v: pooled_replies.embeddings(a, v, body))
+
+    @app.post("/v2/embed", responses=_REFUSALS)
+    async def embed(body: EmbedRequest, request: Request) -> Response:
+        """Vectors of texts, as Cohere's API has it."""
+        return await read(loop, request, known.prepare, body, lambda a, v: known.answer(a, v, body))
 
     @app.post("/classify", responses=_REFUSALS)
     async def classify(body: Classification, request: Request) -> Response:
@@ -188,32 +206,33 @@ def response_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=_GENERATED)
     async def respond(body: ResponseRequest, request: Request) -> Response:
         """Answer a conversation with a list of items."""
-        stream = known.events if body.stream else None
-        return await answer(service.loop, request, known.prepare, body, known.whole, stream, typed=True)
+        if not body.background:
+            stream = known.events if body.stream else None
+            return await answer(service.loop, request, known.prepare, body, known.whole, stream, typed=True)
+        prepared, found = await submitted(service.loop, request, known.prepare, body)
+        queued = known.begin(prepared, found)
+        if body.stream:
+            return EventStream(known.follow(prepared.id, bearer(request.scope)), typed=True)
+        return Json(queued)
 
-    @app.get("/v1/responses/{name}", responses=_REFUSALS)
-    async def response(name: str, request: Request) -> Response:
-        """A stored response."""
-        found = known.get(name, bearer(request.scope))
-        return Json(found) if found is not None else _unknown(name)
+    @app.get("/v1/responses/{name}", responses=_GENERATED)
+    async def response(name: str, request: Request, stream: bool = False, starting_after: int = -1) -> Response:
+        """A response that is stored, or made in the background; with ``stream`` its events."""
+        key = bearer(request.scope)
+        if stream:
+            return EventStream(known.follow(name, key, starting_after), typed=True)
+        return Json(known.get(name, key))
 
     @app.delete("/v1/responses/{name}", responses=_REFUSALS)
     async def forget(name: str, request: Request) -> Response:
-        """Forget a stored response."""
-        if not known.delete(name, bearer(request.scope)):
-            return _unknown(name)
+        """Forget a response."""
+        known.delete(name, bearer(request.scope))
         return Json({"id": name, "object": "response", "deleted": True})
 
     @app.post("/v1/responses/{name}/cancel", responses=_REFUSALS)
     async def cancel(name: str, request: Request) -> Response:
-        """Refused: only responses that are made in the background could be canceled, and none is."""
-        if known.get(name, bearer(request.scope)) is None:
-            return _unknown(name)
-        return refusal(400, "Cannot cancel a synchronous response.")
-
-
-def _unknown(name: str) -> Response:
-    return refusal(404, f"response {name[:100]!r} not found: it is not stored here (any more)")
+        """End a response that is made in the background."""
+        return Json(known.cancel(name, bearer(request.scope)))
 
 
 def invocation_route(app: FastAPI, service: Service) -> None:
@@ -264,7 +283,7 @@ def model_routes(app: FastAPI, service: Service) -> None:
     @app.post(LOAD_ADAPTER, responses=_REFUSALS)
     async def load_adapter(body: LoadAdapter, request: Request) -> Response:
         """Serve an adapter from a folder of the server, under a name."""
-        await service.load(body.lora_name, body.lora_path)
+        await service.load(body.lora_name, body.lora_path, body.load_inplace)
         return Json({"status": "success", "loaded": body.lora_name})
 
     @app.post(UNLOAD_ADAPTER, responses=_REFUSALS)
@@ -282,7 +301,7 @@ def text_routes(app: FastAPI, service: Service) -> None:
         """Token ids of a text or a conversation."""
         service.adapter(body.model)
         tokens = await asyncio.to_thread(service.tokens, body)
-        texts = [service.vocabulary.name(t) for t in tokens] if body.return_token_strs else None
+        texts = service.vocabulary.entries(tokens) if body.return_token_strs else None
         return Json({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len,
                      "token_strs": texts})  # fmt: skip
 

@@ -161,6 +161,7 @@ class Scheduler:
         seq.admitted, seq.draft, seq.group.hidden = -1, [], None
         self._again(seq)
         self.preemptions += 1
+        seq.group.preemptions += 1
 
     def _idle(self) -> Sequence | None:
         """The last beam that only waits for others of its search: recomputing it is better than a deadlock."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.request import EngineRequest, Finish, Grammar, TokenLogprob, Watch
 
@@ -85,10 +85,12 @@ class SequenceGroup:
     """What the contents of a cache block depend on besides its tokens: salt, adapter and its version."""
     cached_tokens: int = -1
     """Prompt tokens found in the cache when it first started; -1: it has not."""
+    preemptions: int = 0
+    """How often one of its sequences was put back."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    hidden: list[float] | None = None
-    """What is pooled of the prompt's hidden states, as far as they are computed (their sum, or one of them), or its
-    classes' logits."""
+    hidden: list[Any] | None = None
+    """What is pooled of the prompt's hidden states, as far as they are computed (their sum, one of them, or all), or
+    its classes' logits."""
 
     @property
     def ranked(self) -> bool:

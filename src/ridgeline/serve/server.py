@@ -18,14 +18,22 @@ import uvicorn
 from fastapi import FastAPI
 
 from ridgeline.jobs.live import announced
-from ridgeline.serve.checkpoint_settings import Options, dimensions_of, pooling_of, read_json, sampling_defaults
+from ridgeline.serve.call_formats import CHANNELS, FORMATS
+from ridgeline.serve.checkpoint_settings import (
+    Options,
+    dimensions_of,
+    pooling_of,
+    prompts_of,
+    read_json,
+    sampling_defaults,
+    writes_channels,
+)
 from ridgeline.serve.connections import connection_class
 from ridgeline.serve.detokenize import Vocabulary
 from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.metrics import Metrics
 from ridgeline.serve.queue_limits import QueueLimits
 from ridgeline.serve.service import Labels, Service
-from ridgeline.serve.tool_calls import FORMATS
 from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.errors import UserError
 
@@ -50,6 +58,8 @@ def make_service(
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), spec.vocab_size)
     labels = Labels.of(read_json(checkpoint / "config.json"), spec.num_labels) if spec.head == "classify" else None
     defaults, most = sampling_defaults(checkpoint, options.generation_config, spec.vocab_size)
+    channels = writes_channels(checkpoint, options)
+    tool_parser = CHANNELS if channels else options.tool_parser
     return Service(
         EngineLoop(engine, limits or QueueLimits(), Metrics()),
         vocabulary,
@@ -57,9 +67,10 @@ def make_service(
         find_template(template, str(checkpoint)),
         special_tokens(str(checkpoint)),
         labels,
-        FORMATS[options.tool_parser] if options.tool_parser else None,
-        options.auto_tools,
+        FORMATS[tool_parser] if tool_parser else None,
+        options.auto_tools or channels,
         options.reasoning_parser is not None,
+        channels,
         pooling_of(checkpoint, options.pooling),
         dimensions_of(checkpoint),
         defaults,
@@ -67,6 +78,8 @@ def make_service(
         options.max_logprobs,
         options.force_usage,
         options.request_metrics,
+        options.tokens_as_ids,
+        prompts_of(checkpoint),
         read_json(checkpoint / "tokenizer_config.json").get("tokenizer_class"),
     )
 

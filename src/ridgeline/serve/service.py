@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import time
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ridgeline.data.examples import BadRecord, Template
-from ridgeline.serve.chat import ChatCompletion, Message, Tokenize
+from ridgeline.serve.call_formats import CallFormat
+from ridgeline.serve.chat import ChatBatch, ChatCompletion, ChatOptions, Message, Tokenize
 from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.engine_loop import ASLEEP, EngineLoop
 from ridgeline.serve.fields import Side, prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
+from ridgeline.serve.harmony import ChannelCount, ChannelReader
 from ridgeline.serve.openai import Completion, Sampled
-from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ThinkingBudget
-from ridgeline.serve.request import SHORTEN, TOO_LONG, Busy, EngineRequest, Invalid, Pooling, Sampling
-from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
+from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ReasoningCount, ThinkingBudget
+from ridgeline.serve.request import SHORTEN, TOO_LONG, Busy, EngineRequest, Invalid, NotFound, Pooling, Sampling
+from ridgeline.serve.tool_calls import LIST, Calls, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
 
 
@@ -60,6 +63,8 @@ class PreparedRequest:
     """Makes what finds the calls of functions in one output; None: it is text."""
     reasoning: bool | None = None
     """Whether the prompt ends within reasoning; None: reasoning is not told apart."""
+    channels: bool = False
+    """Whether reasoning comes in a channel of its own, and not between ``<think>`` and ``</think>``."""
     hides_reasoning: bool = False
     timed: bool = False
     """Whether the answer tells when its tokens came."""
@@ -70,6 +75,11 @@ class PreparedRequest:
     named_by_id: bool = False
     """Whether log-probabilities are."""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def reasoning_count(self) -> ReasoningCount | ChannelCount:
+        """Counts the tokens of one output that are reasoning."""
+        vocabulary = self.jobs[0].vocabulary
+        return ChannelCount(vocabulary) if self.channels else ReasoningCount(vocabulary, bool(self.reasoning))
 
     @property
     def prompt_tokens(self) -> int:
@@ -113,12 +123,14 @@ class Service:
     """Texts of special tokens, as the checkpoint's ``tokenizer_config.json`` names them."""
     labels: Labels | None = None
     """Of a model for sequence classification."""
-    calls: Format | None = None
+    calls: CallFormat | None = None
     """How the model writes calls of functions."""
     auto_calls: bool = False
     """Whether the model may call functions on its own."""
     reasons: bool = False
     """Whether what the model writes between ``<think>`` and ``</think>`` is told apart from its answer."""
+    channels: bool = False
+    """Whether it writes in channels (Harmony), of which reasoning is one."""
     pooling: Pooling = "mean"
     """What an embedding is made of."""
     dimensions: frozenset[int] | None = frozenset()
@@ -133,6 +145,10 @@ class Service:
     """Whether every chunk of a stream has the usage so far, asked for or not."""
     request_metrics: bool = False
     """Whether answers tell when their tokens came."""
+    tokens_as_ids: bool = False
+    """Whether log-probabilities name tokens by their ids, unless a request says otherwise."""
+    prompt_names: Mapping[str, str] = field(default_factory=dict)
+    """What goes before texts that are embedded, by the kind of text."""
     tokenizer_class: str | None = None
     """As the checkpoint's ``tokenizer_config.json`` names it."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -181,12 +197,16 @@ class Service:
             self.loop.engine.load_adapter(path.name, path)
             self.adapters[path.name] = str(path)
 
-    async def load(self, name: str, path: str) -> None:
-        """Serve the adapter in folder ``path`` as ``name``. Raises :class:`UserError`."""
+    async def load(self, name: str, path: str, replace: bool = False) -> None:
+        """Serve the adapter in folder ``path`` as ``name``; ``replace``: in place of one of that name. Raises
+        :class:`UserError`."""
         self._awake()
-        if name == self.name or name in self.adapters:
-            raise Invalid("lora_name", f"{name!r} is served already", "unload it first, or choose another name")
-        await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path)))
+        if name == self.name or (name in self.adapters and not replace):
+            fix = "choose another name" if name == self.name else "set load_inplace, unload it, or choose another name"
+            raise Invalid("lora_name", f"{name!r} has already been loaded", fix)
+        if not await asyncio.to_thread(Path(path).is_dir):
+            raise NotFound("lora_path", f"No adapter found for {name!r}: there is no folder {path}", "give its folder")
+        await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path), replace))
         self.adapters[name] = path
 
     async def unload(self, name: str) -> None:
@@ -243,7 +263,7 @@ class Service:
         wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         longest = self.max_model_len if wanted is None else wanted
         reader = self._reader(body)
-        if body.choice == "auto" and self.calls is not None and self.calls.special:
+        if self.channels or (body.choice == "auto" and self.calls is not None and self.calls.special):
             body = body.model_copy(update={"skip_special_tokens": False})
         of_prompt = self._most_likely([("prompt_logprobs", body.prompt_logprobs)])
         sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=of_prompt)
@@ -252,12 +272,16 @@ class Service:
         if wanted is None:
             room = max(1, self.max_model_len - len(prompt))
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        begun = self._begun(prompt, sampling.grammar is not None)
+        structure = sampling.grammar is not None
+        begun = self._begun(prompt, structure)
         if body.thinking_token_budget is not None:
             sampling = replace(sampling, grammar=self._thinking_budget(body.thinking_token_budget, begun, sampling))
         prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
         prepared.reader = reader
-        if begun is not None:
+        if self._in_channels(structure):
+            prepared.reader = reader if reader is not None else lambda: ChannelReader(id_maker(0))
+            prepared.reasoning, prepared.channels, prepared.hides_reasoning = False, True, not body.include_reasoning
+        elif begun is not None:
             prepared.reader = lambda: Reasoned(begun, reader() if reader is not None else None)
             prepared.reasoning, prepared.hides_reasoning = begun, not body.include_reasoning
         last = body.messages[-1]
@@ -265,15 +289,33 @@ class Service:
             prepared.echo, prepared.texts = True, [last.plain()["content"]]
         return prepared
 
+    def _in_channels(self, structure: bool) -> bool:
+        """Whether the output comes in channels, of which a ``structure`` has none."""
+        return self.channels and not structure
+
     def _begun(self, prompt: Sequence[int], structure: bool) -> bool | None:
         """Whether the prompt ends within reasoning; None where none is told apart: a ``structure`` leaves no room."""
-        if structure or not self.reasons:
+        if structure or self.channels or not self.reasons:
             return None
         return self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip().endswith(BEGIN)
 
-    def _reader(self, body: ChatCompletion) -> Callable[[], Reader] | None:
+    def chats(self, body: ChatBatch, key: bytes) -> PreparedRequest:
+        """The jobs of several chats. Raises :class:`Invalid`."""
+        each = body.each()
+        self.loop.bound(len(each))
+        first, *rest = (self.chat(one, key) for one in each)
+        if any(other.reasoning != first.reasoning for other in rest):
+            raise Invalid("messages", "ends within reasoning in some conversations only", "send them one by one")
+        for i, other in enumerate(rest, 1):
+            first.jobs += [replace(job, ordinal=i) for job in other.jobs]
+        if body.echo:
+            first.echo, first.texts = True, [text for one in (first, *rest) for text in one.texts or ("",)]
+        return first
+
+    def _reader(self, body: ChatOptions) -> Callable[[], Reader] | None:
         """What finds calls in the outputs. Raises :class:`Invalid` where the model cannot make any on its own."""
-        choice, make_id, parallel = body.choice, id_maker(self.calls), body.parallel_tool_calls is not False
+        make_id = id_maker(self.calls.id_length if self.calls is not None else 0)
+        choice, parallel = body.choice, body.parallel_tool_calls is not False
         if choice == "none":
             return None
         if choice.startswith(":"):
@@ -286,7 +328,8 @@ class Service:
             raise Invalid("tools", what, 'start it so, or set tool_choice to "none", "required" or a function')
         if self.template is not None and "tools" not in self.template.source:
             raise Invalid("tools", "are not shown to the model by its chat template", "give another --chat-template")
-        return lambda: Calls(form, make_id, parallel)
+        schemas = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
+        return lambda: form.reader(make_id, parallel, schemas)
 
     def _sampling(
         self, body: Sampled, max_tokens: int, logprobs: int | None, prompts: int = 1, **more: Any
@@ -370,6 +413,8 @@ class Service:
             raise Invalid("messages", "the checkpoint has no chat template", "use /v1/completions, or --chat-template")
         try:
             plain = [m.plain() for m in messages]
+            if ".thinking" in self.template.source:  # gpt-oss's name of what others call reasoning
+                plain = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in plain]
             if "developer" not in self.template.source:  # OpenAI's newer name of what templates know as system
                 plain = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain]
             text = self.template.render(plain, prompt=prompt, **variables)
@@ -440,11 +485,12 @@ class Service:
     def known(self, tokens: Sequence[int], param: str) -> None:
         """Raise :class:`Invalid` for a token that the model does not have."""
         if (bad := next((t for t in tokens if t >= self.vocab_size), None)) is not None:
-            raise Invalid(param, f"holds token {bad} of a vocabulary of {self.vocab_size}", "use its ids")
+            raise Invalid(param, f"holds token {bad}, out of vocabulary", f"give ids below {self.vocab_size}")
 
     def _prepared(
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
     ) -> PreparedRequest:
+        as_ids = body.return_tokens_as_token_ids
         adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", salt_of(key, body.cache_salt)
         first = sampling.grammar
         grammars = [first.fresh() if isinstance(first, Matcher) else first and first.fork() for _ in prompts]
@@ -457,10 +503,10 @@ class Service:
             for i, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))
         ]  # fmt: skip
         return PreparedRequest(
-            base, body.model or self.name, jobs,
+            base if body.request_id is None else f"{kind}-{body.request_id}", body.model or self.name, jobs,
             prompt_logprobs=self.vocab_size if body.prompt_logprobs == -1 else body.prompt_logprobs,
             timed=self.request_metrics, token_ids=bool(body.return_token_ids),
-            named_by_id=bool(body.return_tokens_as_token_ids),
+            named_by_id=self.tokens_as_ids if as_ids is None else as_ids,
         )  # fmt: skip
 
 

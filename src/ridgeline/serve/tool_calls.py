@@ -1,7 +1,6 @@
 """Calls of functions in a model's text, found as it is generated.
 
-A format says how a family of models writes calls: what begins and ends them, and what is between. Names and formats
-are those of vLLM's ``--tool-call-parser``.
+A format says how a family of models writes calls as JSON: what begins and ends them, and what is between.
 """
 
 from __future__ import annotations
@@ -9,11 +8,14 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ridgeline.serve.request import Finish
+
+Tools = Mapping[str, Any]
+"""Schemas of the arguments of functions, by their names."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,16 @@ class Format:
     """Whether markers are special tokens, which the text must then contain."""
     id_length: int = 0
     """Length of an id of letters and digits, where the family's templates insist on one."""
+    marks: tuple[str, ...] = ()
+    """Further markers around each call."""
+    separator: str = ""
+    """With ``bare``: what is between the kind of call and the name, whose line has nothing else, or after the name."""
+
+    def reader(self, make_id: Callable[[], str], parallel: bool, tools: Tools) -> Calls:
+        """Reads one output."""
+        return Calls(self, make_id, parallel)
 
 
-FORMATS = {
-    "hermes": Format("<tool_call>", "</tool_call>", special=True),
-    "llama3_json": Format("", between=";,", optional="<|python_tag|>"),
-    "mistral": Format("[TOOL_CALLS]", between="[],", bare=True, special=True, id_length=9),
-}
-"""By the names of vLLM's ``--tool-call-parser``; ``hermes`` is Qwen's too."""
 LIST = Format("", between="[],")
 """What the grammar of required calls lets a model write."""
 _ALPHABET = string.ascii_letters + string.digits
@@ -176,7 +180,7 @@ class Calls:
 
     def _between(self, found: list[Piece], last: bool) -> bool:
         form, held = self._form, self._held.lstrip()
-        markers = [m for m in (form.begin, form.end, form.optional) if m]
+        markers = [m for m in (form.begin, form.end, form.optional, *form.marks) if m]
         while held and held[0] in form.between and not any(m.startswith(held[: len(m)]) for m in markers):
             held = held[1:].lstrip()
         for marker in markers:
@@ -189,20 +193,21 @@ class Calls:
         name, brace, rest = held.partition("{")
         if brace and (not name or form.bare):
             self._opened += self._held[: len(self._held) - len(held)]
+            if form.separator:
+                kind, _, after = name.partition(form.separator)
+                name = (after.strip() or kind).partition("\n")[0]
             self._held, self._object = "{" + rest, _Object(name.partition("[")[0].strip())
             return True
         if not last and (not held or (form.bare and len(held) < LONGEST_NAME)):
             return False
-        self._give_up(found, self._held if held else "")
-        return False
+        return self._give_up(found, self._held if held else "")
 
     def _call(self, call: _Object, found: list[Piece], last: bool) -> bool:
         self._held = call.push(self._held)
         ended = call.done or last
         if ended and call.sent < 0 and not call.sound and not call.fresh():
             self._object = None
-            self._give_up(found, call.raw + self._held)
-            return False
+            return self._give_up(found, call.raw + self._held)
         arguments = call.fresh()
         if call.sent < 0 and (arguments or call.sound):
             found.append(Piece(call=self._count, id=self._make_id(), name=call.name))
@@ -214,11 +219,12 @@ class Calls:
             self._object = None
         return call.done
 
-    def _give_up(self, found: list[Piece], text: str) -> None:
-        """What looked like a call is text."""
-        if text := self._opened + text:
-            found.append(Piece(text))
-        self._held, self._opened, self._inside = "", "", False
+    def _give_up(self, found: list[Piece], text: str) -> bool:
+        """What looked like a call is text; calls may follow in ``text``."""
+        if self._opened:
+            found.append(Piece(self._opened))
+        self._held, self._opened, self._inside = text, "", False
+        return True
 
 
 class _Object:
@@ -313,9 +319,8 @@ def certain(text: str, marker: str) -> int:
     return len(text[: len(text) - size].rstrip())
 
 
-def id_maker(form: Format | None) -> Callable[[], str]:
-    """Makes ids of calls."""
-    length = form.id_length if form is not None else 0
+def id_maker(length: int) -> Callable[[], str]:
+    """Makes ids of calls; of ``length`` letters and digits, where it is not 0."""
     if length:
         return lambda: "".join(secrets.choice(_ALPHABET) for _ in range(length))
     return lambda: f"call_{secrets.token_hex(12)}"

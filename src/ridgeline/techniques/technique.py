@@ -206,6 +206,11 @@ class Technique(BaseModel):
         return [cls(**dict(zip(closed, values, strict=True))) for values in product(*closed.values())]
 
     @classmethod
+    def smallest(cls, e: Experiment) -> list[Technique]:
+        """Further settings that are worth trying on ``e`` only where the least memory is wanted."""
+        return []
+
+    @classmethod
     def saves_memory(cls, e: Experiment) -> str:
         """Its notation in a plan if it would lower the peak of a training step of ``e``; empty if it would not."""
         return ""

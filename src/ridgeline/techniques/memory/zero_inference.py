@@ -63,6 +63,11 @@ class ZeroInference(Technique):
         ahead = {"cpu": int(e.cluster.device.kind == "gpu"), "nvme": 1}
         return [cls(parameters=tier, resident="auto", prefetch=k) for tier, k in ahead.items()]
 
+    @classmethod
+    def smallest(cls, e: Experiment) -> list[Technique]:
+        """No layer stays on the device, and none is there before its turn."""
+        return [cls(parameters=tier, resident=0, prefetch=0) for tier in ("cpu", "nvme")]
+
     def settled(self, e: Experiment, ask: Ask) -> Technique:
         """Resolve the number of resident layers where it was left to the predictor."""
         if self.resident != "auto":

@@ -1,0 +1,129 @@
+"""Outputs in channels, as gpt-oss writes them (OpenAI's Harmony format): reasoning, calls of functions, and the answer.
+
+A message is ``<|channel|>NAME<|message|>TEXT`` up to ``<|end|>``, ``<|call|>`` or ``<|return|>``; the next one begins
+with ``<|start|>assistant``. ``to=functions.NAME`` before ``<|message|>`` makes it a call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ridgeline.serve.request import Finish
+from ridgeline.serve.tool_calls import LONGEST_NAME, Piece, Tools
+
+if TYPE_CHECKING:
+    from ridgeline.serve.detokenize import Vocabulary
+
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_TO = re.compile(r"\bto=functions\.([^\s<]+)")
+_REASONING = "analysis"
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The format, as one of :data:`ridgeline.serve.call_formats.FORMATS`."""
+
+    special: bool = True
+    id_length: int = 0
+
+    def reader(self, make_id: Callable[[], str], parallel: bool, tools: Tools) -> ChannelReader:
+        """Reads one output."""
+        return ChannelReader(make_id, parallel)
+
+
+class ChannelReader:
+    """Reads one output, whose first message the prompt has begun."""
+
+    empty: str | None = None
+    ends: Finish = "tool_calls"
+
+    def __init__(self, make_id: Callable[[], str], parallel: bool = True) -> None:
+        self._make_id, self._parallel = make_id, parallel
+        self._held = ""
+        self._count = 0
+        """Calls that have begun."""
+        self._kind: str | None = None
+        """What the message is: reasoning, call or text; None: its header is being read."""
+
+    def push(self, text: str, last: bool = False) -> list[Piece]:
+        """As :class:`ridgeline.serve.tool_calls.Reader`."""
+        self._held += text
+        found: list[Piece] = []
+        while self._header(found, last) if self._kind is None else self._body(found, last):
+            pass
+        return found
+
+    def _header(self, found: list[Piece], last: bool) -> bool:
+        header, mark, rest = self._held.partition(MESSAGE)
+        if mark:
+            name = _TO.search(header)
+            channel = header.rpartition(CHANNEL)[2].split()
+            self._held = rest
+            if name is not None:
+                self._kind = "call" if self._parallel or not self._count else "dropped"
+                if self._kind == "call":
+                    found.append(Piece(call=self._count, id=self._make_id(), name=name[1]))
+                    self._count += 1
+            else:
+                self._kind = "reasoning" if channel[:1] == [_REASONING] else "text"
+            return True
+        if last or (len(header) > LONGEST_NAME and "<|" not in header):  # not in channels
+            self._kind = "text"
+            if last and "<|" in header:  # cut off within a header
+                self._held = ""
+            return True
+        return False
+
+    def _body(self, found: list[Piece], last: bool) -> bool:
+        ends = [(at, end) for end in ENDS if (at := self._held.find(end)) >= 0]
+        at, end = min(ends, default=(len(self._held), ""))
+        text = self._held[:at]
+        if not end and not last:
+            text = text[: len(text) - _begun(text)]
+        if text:
+            found.append(self._piece(text))
+        self._held = self._held[len(text) + len(end) :]
+        if end:
+            self._kind = None
+        return bool(end)
+
+    def _piece(self, text: str) -> Piece:
+        if self._kind == "call":
+            return Piece(call=self._count - 1, arguments=text)
+        return Piece(reasoning=text) if self._kind == "reasoning" else Piece("" if self._kind == "dropped" else text)
+
+
+def _begun(text: str) -> int:
+    """Characters at the end of ``text`` that may be the beginning of a marker."""
+    longest = max(map(len, ENDS)) - 1
+    return next((n for n in range(min(longest, len(text)), 0, -1) if any(e.startswith(text[-n:]) for e in ENDS)), 0)
+
+
+class ChannelCount:
+    """Counts the tokens of an output that are reasoning."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._bytes = vocabulary.bytes
+        self._header: bytes | None = b""
+        """Of the message so far; None: it has ended."""
+        self._inside = False
+        self.tokens = 0
+        """Tokens of reasoning so far."""
+
+    def push(self, tokens: Iterable[int]) -> None:
+        """Add tokens of the output."""
+        for token in tokens:
+            text = self._bytes[token]
+            if text == CHANNEL.encode() or text.decode(errors="replace") in ENDS:
+                self._header, self._inside = b"", False
+            elif text == MESSAGE.encode():
+                self._inside = (self._header or b"").split()[:1] == [_REASONING.encode()]
+                self._header = None
+            elif self._header is not None:
+                self._header += text
+            else:
+                self.tokens += self._inside

@@ -1,0 +1,220 @@
+"""Calls of functions that a model writes as Python or in tags, not as JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.serve.request import Finish
+from ridgeline.serve.tool_calls import Piece, Tools, certain
+
+_CLOSED = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclass(frozen=True)
+class PythonFormat:
+    """Calls as in Python, with keywords only: ``name(argument=value)``."""
+
+    begin: str
+    """Before the calls; "[": the text is a list of calls and nothing else."""
+    end: str
+    optional: tuple[str, ...] = ()
+    """Markers that may stand around them."""
+    special: bool = False
+    id_length: int = 0
+
+    def reader(self, make_id: Callable[[], str], parallel: bool, tools: Tools) -> WrittenCalls:
+        """Reads one output."""
+        return WrittenCalls(self.begin, self.end, _python, make_id, parallel, self.begin == "[", self.optional)
+
+
+@dataclass(frozen=True)
+class TagFormat:
+    """Calls in tags: ``<function=NAME>``, in it ``<parameter=NAME>VALUE</parameter>`` for each argument."""
+
+    begin: str = "<tool_call>"
+    end: str = "</tool_call>"
+    special: bool = True
+    id_length: int = 0
+
+    def reader(self, make_id: Callable[[], str], parallel: bool, tools: Tools) -> WrittenCalls:
+        """Reads one output. Values are of the types that ``tools`` say."""
+
+        def read(text: str) -> tuple[int, str, dict[str, Any]] | None:
+            return _tags(text, tools)
+
+        return WrittenCalls(self.begin, self.end, read, make_id, parallel)
+
+
+class WrittenCalls:
+    """An output in which calls may occur; each is given out when it is complete."""
+
+    empty: str | None = None
+    ends: Finish = "tool_calls"
+
+    def __init__(
+        self, begin: str, end: str, read: Callable[[str], tuple[int, str, dict[str, Any]] | None],
+        make_id: Callable[[], str], parallel: bool, alone: bool = False, optional: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """``read``: one call at the beginning of a text → its length, name and arguments; None: more must follow. It
+        raises ValueError where none is. ``alone``: calls are all of the text."""
+        self._begin, self._end, self._read, self._make_id = begin, end, read, make_id
+        self._parallel, self._alone, self._optional = parallel, alone, optional
+        self._held, self._opened = "", ""
+        self._count = 0
+        self._state = "start" if alone else "text"
+
+    def push(self, text: str, last: bool = False) -> list[Piece]:
+        """As :class:`ridgeline.serve.tool_calls.Reader`."""
+        self._held += text
+        found: list[Piece] = []
+        steps = {"start": self._start, "text": self._text, "calls": self._calls}
+        while steps[self._state](found, last):
+            pass
+        return found
+
+    def _start(self, found: list[Piece], last: bool) -> bool:
+        held = self._held.lstrip()
+        for marker in (*self._optional, self._begin):
+            if held.startswith(marker):
+                self._opened += self._held[: len(self._held) - len(held) + len(marker)]
+                self._held = held[len(marker) :]
+                self._state = "calls" if marker == self._begin else "start"
+                return True
+            if not last and marker.startswith(held):
+                return False
+        return self._give_up(found)
+
+    def _text(self, found: list[Piece], last: bool) -> bool:
+        after = self._held.lstrip() if self._alone and self._count else ""
+        for marker in self._optional if after else ():
+            if after.startswith(marker):
+                self._held = after[len(marker) :]
+                return True
+            if not last and marker.startswith(after):
+                return False
+        at = -1 if self._alone else self._held.find(self._begin)
+        if at < 0:
+            size = len(self._held) if last or self._alone else certain(self._held, self._begin)
+            plain, self._held = self._held[:size], self._held[size:]
+        else:
+            plain, after = self._held[:at].rstrip(), at + len(self._begin)
+            self._opened, self._held, self._state = self._held[len(plain) : after], self._held[after:], "calls"
+        if plain and not (self._count and plain.isspace()):
+            found.append(Piece(plain))
+        return at >= 0
+
+    def _calls(self, found: list[Piece], last: bool) -> bool:
+        held = self._held.lstrip(", \t\r\n")
+        if held.startswith(self._end):
+            self._held, self._opened, self._state = held[len(self._end) :], "", "text"
+            return True
+        if not last and self._end.startswith(held):
+            return False
+        try:
+            made = self._read(held)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return self._give_up(found)
+        if made is None:
+            return self._give_up(found) if last else False
+        size, name, arguments = made
+        if self._parallel or not self._count:
+            found.append(Piece(call=self._count, id=self._make_id(), name=name))
+            found.append(Piece(call=self._count, arguments=json.dumps(arguments, ensure_ascii=False)))
+        self._count += 1
+        self._held, self._opened = held[size:], ""
+        return True
+
+    def _give_up(self, found: list[Piece]) -> bool:
+        """What looked like a call is text; calls may follow."""
+        if self._opened:
+            found.append(Piece(self._opened))
+        self._opened, self._state = "", "text"
+        return True
+
+
+def _python(text: str) -> tuple[int, str, dict[str, Any]] | None:
+    """A call at the beginning of ``text``; JSON's literals stand for Python's."""
+    name = re.match(r"[A-Za-z_][\w.\-]*", text)
+    if name is None or text[name.end() : name.end() + 1] not in ("", "("):
+        raise ValueError("no call")
+    size = _closed(text, name.end())
+    if size is None:
+        return None
+    call = ast.parse(f"f{text[name.end() : size]}", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise ValueError("not only keywords")
+    return size, name[0], {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+
+
+def _closed(text: str, at: int) -> int | None:
+    """Where the brackets that open at ``at`` have closed; None: not yet."""
+    open_: list[str] = []
+    quote = ""
+    while at < len(text):
+        c = text[at]
+        if quote:
+            if c == "\\":
+                at += 1
+            elif c == quote:
+                quote = ""
+        elif c in "'\"":
+            quote = c
+        elif c in _CLOSED:
+            open_.append(_CLOSED[c])
+        elif open_ and c == open_[-1]:
+            open_.pop()
+            if not open_:
+                return at + 1
+        at += 1
+    return None
+
+
+def _value(node: ast.expr) -> Any:
+    literals = {"null": None, "true": True, "false": False}
+    if isinstance(node, ast.Name) and node.id in literals:
+        return literals[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_value(element) for element in node.elts]
+    if isinstance(node, ast.Dict):
+        if None in node.keys:
+            raise ValueError("not a literal")
+        return {str(_value(k)): _value(v) for k, v in zip(node.keys, node.values, strict=True) if k is not None}
+    return ast.literal_eval(node)
+
+
+_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+
+def _tags(text: str, tools: Tools) -> tuple[int, str, dict[str, Any]] | None:
+    """A call at the beginning of ``text``."""
+    opening = "<function="
+    if not text.startswith(opening[: len(text)]):
+        raise ValueError("no call")
+    made = _FUNCTION.match(text)
+    if made is None:
+        return None
+    properties = (tools.get(made[1]) or {}).get("properties") or {}
+    arguments = {
+        name: _typed(value.removeprefix("\n").removesuffix("\n"), properties.get(name))
+        for name, value in _PARAMETER.findall(made[2])
+    }
+    return made.end(), made[1], arguments
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """A value as ``schema`` has it: a text stays one."""
+    kinds = schema.get("type") if isinstance(schema, dict) else "string"
+    if kinds is None and ("enum" not in schema or all(isinstance(value, str) for value in schema["enum"])):
+        kinds = [part.get("type") for part in schema.get("anyOf", ()) if isinstance(part, dict)] or "string"
+    if kinds == "string" or (isinstance(kinds, list) and "string" in kinds and text != "null"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
