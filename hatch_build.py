@@ -4,6 +4,7 @@ Python, and the kernels are compiled at first use."""
 import importlib.util
 import os
 import sysconfig
+import tempfile
 from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -22,8 +23,9 @@ class CustomBuildHook(BuildHookInterface):
         spec = importlib.util.spec_from_file_location("compiling", root / KERNELS / "compiling.py")
         compiling = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(compiling)
+        self.libraries = tempfile.TemporaryDirectory()  # not in the checkout, which would go on using them
         for name, level in compiling.LEVELS.items():
-            place = compiling.SHIPPED / f"{name}.so"
+            place = Path(self.libraries.name) / f"{name}.so"
             compiling.compile_kernels(os.environ.get("CXX", "g++"), place, level.options)
             build_data["force_include"][str(place)] = f"ridgeline/nn/kernels/compiled/{name}.so"
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -7,7 +7,8 @@ Variants take turns in every round, so that a disturbance hits all of them; a ro
 token, as other work on the machine only adds. Ratios are of medians over rounds, with the smallest and largest of any
 round beside them. The roof is the time that reading all that a token needs (every weight but
 the table of tokens, the cache) takes at the machine's copy bandwidth. Predictions come from a probe taken in the same
-process. On the CPU, with the threads that torch has.
+process. On the CPU, with the threads that torch has. The file keeps a run for each CPU and instruction set; smaller
+sets are measured under ATEN_CPU_CAPABILITY=avx2 with ONEDNN_MAX_CPU_ISA=AVX2.
 
     python benchmarks/decode_speed.py [--rounds 5] [--tokens 16] [--out benchmarks/results/decode_speed.json]
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -28,8 +30,10 @@ from ridgeline.measure.cells.generation_cell import timed_generation
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.probing.probe import device_of
 from ridgeline.measure.probing.probe_worker import probe_rank
+from ridgeline.nn.kernels import native
 from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
+from ridgeline.nn.quant.torch_codes import wide_dtype
 from ridgeline.predict import predict
 from ridgeline.runtime.train_build import Build
 from ridgeline.serve.build_engine import make_engine
@@ -86,6 +90,13 @@ def engine_of(device: Device, dtype: str, plan: list[str], batch: int) -> Engine
     return engine
 
 
+def instructions() -> str:
+    """What our kernels and PyTorch's products use of the CPU."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    parts = [native.instructions(), "amx" if wide_dtype() is torch.bfloat16 else "", f"oneDNN {limit}" if limit else ""]
+    return " + ".join(filter(None, parts))
+
+
 def step_of(engine: Engine, steps: int) -> float:
     """Seconds of the quickest of some steps."""
     taken = []
@@ -108,7 +119,8 @@ def main() -> None:
     parts = [probe_rank(None, ProbeOptions(quick=True, serving=s), RankContext(cpu)) for s in (False, True)]
     device = device_of({1: parts[0] | parts[1]})
     result: dict = {
-        "environment": {**fingerprint(), "threads": torch.get_num_threads()}, "rounds": given.rounds,
+        "environment": {**fingerprint(), "threads": torch.get_num_threads()}, "instructions": instructions(),
+        "rounds": given.rounds,
         "parameters": MODEL.num_parameters, "prompt": PROMPT, "tokens": given.tokens,
         "copy_bandwidth": device.memory_bandwidth, "batches": {},
     }  # fmt: skip
@@ -147,7 +159,10 @@ def main() -> None:
                   f"{row['highest']:.2f}]  {held / 2**20:6.1f} MiB  {row['share_of_roof']:.0%} of the roof  prefill "
                   f"{1e3 * row['prefill_s']:.0f} ms  predicted {said / each - 1:+.0%}  engine {1e3 * step:.1f} ms, "
                   f"{row['engine_share_of_roof']:.0%} of the roof")  # fmt: skip
-    Path(given.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    out = Path(given.out)
+    runs = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.exists() else {}
+    runs[f"{result['environment']['cpu']}, {result['instructions']}"] = result
+    out.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

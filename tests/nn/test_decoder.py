@@ -207,3 +207,29 @@ def test_a_step_writes_the_codes_that_operators_write(kind, dtype):
         a, b = (store.read(new, torch.float32) for store in (one, other))
         far = (a - b).abs() > (1e-5 if dtype == torch.float32 else 3e-2) * (1 + b.abs())
         assert far.float().mean() <= 0.05, (a, b)  # a value at the edge of two codes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("out", "width"), [(37, 96), (8, 32), (5, 333), (66, 1000)])
+def test_dense_products_of_few_rows(dtype, out, width):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out, width, generator=generator).to(dtype)
+    bias, x = torch.randn(out, generator=generator), torch.randn(13, width, generator=generator).to(dtype).float()
+    for m in (1, 2, 3, 5, 6, 7, 13):
+        y = torch.empty(m, out)
+        given = native.Linear(0, weight.data_ptr(), None, None, bias.data_ptr(), native.TYPES[dtype], out, width, width)
+        native.dense_linear(given, x[:m], y)
+        want = torch.nn.functional.linear(x[:m].double(), weight.double(), bias.double())
+        assert torch.allclose(y.double(), want, rtol=1e-4, atol=1e-4 * width**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changed", [{}, {"logits_scaling": 2.0, "logits_soft_cap": 5.0}])
+def test_the_head_of_few_rows(dtype, changed):
+    model = made("llama", dtype, **changed)
+    x = torch.randn(40, model.spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    decoder = Decoder(model)
+    with torch.inference_mode():
+        assert decoder.logits(x) is None  # more rows than pay
+        close = 1e-2 if dtype == torch.bfloat16 else 1e-4
+        assert torch.allclose(decoder.logits(x[:7]), model.head(x[:7]), rtol=close, atol=close)

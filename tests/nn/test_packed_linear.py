@@ -10,7 +10,7 @@ from ridgeline.nn.quant.activation_quant import InputCode, code_input
 from ridgeline.nn.quant.packed import Packed, PackedOutliers
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.spec.errors import Incompatible
-from ridgeline.spec.lowbit import FEW_ROWS, held, held_bytes
+from ridgeline.spec.lowbit import FEW_ROWS, TILE, held, held_bytes
 
 SHAPES = [(96, 128, 32), (112, 256, 256), (64, 64, 64), (24, 96, 32), (16, 96, 8), (7, 10, 10)]
 compiled = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
@@ -59,6 +59,32 @@ def test_every_form_is_the_expanded_weight(bits, symmetric, kernels, monkeypatch
             error = float((fast.double() - target).norm() / target.norm())
             # Ours codes inputs in 16 bits; PyTorch's rounds inputs, scales and sums to bf16, 2^-9 each.
             assert error < (1e-4 if kernels else 1.2e-2), (out, width, group, m, error)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("out", "width", "group"),
+    [(33, 96, 96), (5, 37, 37), (64, 1024, 512), (70, 328, 328), (31, 1056, 352), (97, 2112, 2112)],
+)
+@compiled
+def test_tiles_of_every_number_of_rows_and_uneven_shapes(bits, out, width, group):
+    for symmetric in (True, False):
+        p = record(out, width, bits, group, symmetric)
+        codes, want = native_codes.NativeCodes(p, bits), p.dense(torch.float64)
+        assert torch.equal(codes.rows(0, out, torch.float32), p.dense())
+        assert torch.equal(codes.rows(out // 2, out, torch.float32), p.dense()[out // 2 :])
+        x = rows(71, width)
+        x[3] *= 1e4  # a row of another size leaves the others alone
+        # Every input is off by at most half of 1 / 32639 of the largest of its group, and sums are rounded to fp32.
+        bound = x.abs().amax(1, keepdim=True).double() * want.abs().sum(1) * (0.6 / 32639)
+        for m in (1, 2, 3, 4, 5, 6, 7, 11, 64, 71):
+            off = (codes._call(x[:m], None, torch.float32, False).double() - F.linear(x[:m].double(), want)).abs()
+            assert (off <= bound[:m]).all(), (m, symmetric)
+        whole = torch.arange(3.0 * width).view(3, width) % 255 - 127
+        target = F.linear(whole.double(), want)
+        assert torch.allclose(
+            codes.integer_product(whole).double(), target, rtol=1e-5, atol=1e-5 * float(target.abs().max())
+        )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
@@ -201,8 +227,12 @@ def test_parts_hold_the_very_weight(bits, symmetric, out, width, group, kernels)
             parts = [layer.part(dim, i, of) for i in range(of)]
             assert torch.equal(torch.cat([p.dense() for p in parts], dim), whole)
             bytes_of = [sum(p.nbytes for p in m.parameters()) for m in (layer, *parts)]
-            # Whole rows' scales belong to every part of the inputs, a group's to the parts that it falls into.
-            assert sum(bytes_of[1:]) <= bytes_of[0] + (of * (40 * out + 4 * out * width // 32) if dim else 0)
+            # Whole rows' scales belong to every part of the inputs, a group's to the parts that it falls into; a part's
+            # last tile of outputs is filled up.
+            more = (
+                of * (40 * out + 4 * out * width // 32) if dim else of * held_bytes(TILE, width, bits, group, symmetric)
+            )
+            assert sum(bytes_of[1:]) <= bytes_of[0] + more
             for m in (1, 3, FEW_ROWS + 1):
                 x = rows(m, width)
                 if dim == 0:

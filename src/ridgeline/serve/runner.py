@@ -257,7 +257,8 @@ class Runner:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of rows [R, H]: [R, V], in fp32 or fp64."""
         assert self.model.head is not None
-        out: Tensor = self.model.head(hidden)
+        known = None if self.decoder is None else self.decoder.logits(hidden)
+        out: Tensor = self.model.head(hidden) if known is None else known
         return out if out.dtype in (torch.float32, torch.float64) else out.float()
 
     def _copy(self, source: Tensor, target: Tensor) -> None:

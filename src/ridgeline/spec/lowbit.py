@@ -16,6 +16,8 @@ GEMM_ROWS = (1, 2, 3, 4, 8, 16, FEW_ROWS, 128)
 kernel for few rows goes."""
 LANES = 32
 """Inputs that the CPU kernels take at a time: groups with one scale have a multiple of them."""
+TILE = 32
+"""Outputs whose codes the CPU kernels read together: the last tile of a weight is filled up."""
 SHAPE_BYTES = 16
 """Of ``weight_shape``, two int64 beside every packed weight of a checkpoint."""
 
@@ -38,8 +40,8 @@ def held_bytes(
     form, groups = held(out, width, bits, group_size, device, fast), width // (group_size or width)
     if form == "words":
         return word_bytes(out, width, bits) + out * groups * (2 if symmetric else 3)
-    row = width if form == "bytes" else LANES * -(-width // (2 * LANES))
-    return out * (row + groups * (2 if symmetric else 4))
+    row = 4 * -(-width // (4 if form == "bytes" else 8))  # four inputs side by side, two codes a byte
+    return -(-out // TILE) * TILE * (row + groups * (2 if symmetric else 4))
 
 
 def word_bytes(rows: int, n: int, bits: int) -> int:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / name for name in ("cpu.cpp", "decoder.cpp", "sampler.cpp")]
-HEADERS = [FOLDER / name for name in ("storage.h", "mathematics.h", "vectors.h", "lowbit.h", "paged.h")]
+HEADERS = [FOLDER / name for name in ("storage.h", "mathematics.h", "vectors.h", "lowbit.h", "dense.h", "paged.h")]
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-         "-ffp-contract=off")  # fmt: skip
+         "-ffp-contract=off", "-fno-tree-pre")  # fmt: skip
+"""Of a compiler. Without the last, GCC copies sums that stay in registers to the stack and back (12 to 14)."""
 COMPILE_SECONDS = 120
 """Timeout of the compilation in seconds (a busy machine takes ten)."""
 SHIPPED = FOLDER / "compiled"
@@ -36,6 +37,8 @@ class Level(NamedTuple):
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 LEVELS = {
+    "avx512-bf16": Level(("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+                         _AVX512 | {"avx512_vnni", "avx512_bf16"}, "avx512"),
     "avx512-vnni": Level(("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}, "avx512"),
     "avx512": Level(("-march=x86-64-v4",), _AVX512, "avx512"),
     "avx2": Level(("-march=x86-64-v3",), _AVX2, "avx2"),
@@ -66,13 +69,13 @@ def compile_kernels(compiler: str, place: Path, options: tuple[str, ...]) -> Non
         os.replace(draft, place)
 
 
-def shipped(processor: str) -> Path | None:
-    """The best library of the wheel for a ``processor`` (its line of /proc/cpuinfo); None if there is none."""
+def levels(processor: str) -> list[str]:
+    """Levels that a ``processor`` (its line of /proc/cpuinfo) has and ATEN_CPU_CAPABILITY allows, the best first."""
     has, asked = set(processor.split()), os.environ.get("ATEN_CPU_CAPABILITY", "")
-    names = list(LEVELS)
     first = next((i for i, level in enumerate(LEVELS.values()) if level.capability == asked), 0)
-    for name in names[first:]:
-        file = SHIPPED / f"{name}.so"
-        if LEVELS[name].needs <= has and file.exists():
-            return file
-    return None
+    return [name for name in list(LEVELS)[first:] if LEVELS[name].needs <= has]
+
+
+def shipped(processor: str) -> Path | None:
+    """The best library of the wheel for a ``processor``; None if there is none."""
+    return next((f for name in levels(processor) if (f := SHIPPED / f"{name}.so").exists()), None)

@@ -3,6 +3,7 @@
 // Everything between two barriers is fused; sums and what one part hands to the next are fp32.
 #include <limits>
 
+#include "dense.h"
 #include "lowbit.h"
 #include "mathematics.h"
 #include "paged.h"
@@ -22,54 +23,10 @@ struct Linear {
   int64_t type, out, width, group;
 };
 
-// One row of a dense weight times M rows of inputs; four sums hide the latency of the products.
-template <int T, int M>
-inline void dense_row(const void* weight, int64_t first, const float* x, int64_t width, float* out) {
-  constexpr int kSums = M > 2 ? 2 : 4;
-  Floats f[kSums][M];
-  for (int u = 0; u < kSums; u++)
-    for (int m = 0; m < M; m++) f[u][m] = no_floats();
-  int64_t i = 0;
-  for (; i + kSums * kFloats <= width; i += kSums * kFloats) {
-    prefetch_dense<T>(weight, first + i);
-    for (int u = 0; u < kSums; u++) {
-      const Floats w = load_floats<T>(weight, first + i + u * kFloats);
-      for (int m = 0; m < M; m++) f[u][m] = multiply_add(w, load_floats<F32>(x, m * width + i + u * kFloats), f[u][m]);
-    }
-  }
-  for (int m = 0; m < M; m++) {
-    Floats all = f[0][m];
-    for (int u = 1; u < kSums; u++) all = add(all, f[u][m]);
-    out[m] = total(all);
-  }
-  for (; i < width; i++) {
-    float w;
-    load<float>(weight, T, first + i, 1, &w);
-    for (int m = 0; m < M; m++) out[m] += w * x[m * width + i];
-  }
-}
-
-template <int T>
-void team_dense(const Linear& t, const float* x, int64_t rows, const Output& o) {
-#pragma omp for schedule(static) nowait
-  for (int64_t n = 0; n < t.out; n++) {
-    const int64_t first = n * t.width;
-    float sums[4];
-    for (int64_t m = 0; m < rows; m += 4) {
-      const int64_t some = std::min<int64_t>(4, rows - m);
-      const float* v = x + m * t.width;
-      if (some == 1) dense_row<T, 1>(t.weight, first, v, t.width, sums);
-      else if (some == 2) dense_row<T, 2>(t.weight, first, v, t.width, sums);
-      else if (some == 3) dense_row<T, 3>(t.weight, first, v, t.width, sums);
-      else dense_row<T, 4>(t.weight, first, v, t.width, sums);
-      for (int64_t j = 0; j < some; j++) o.put((m + j) * t.out + n, n, sums[j]);
-    }
-  }
-}
-
 // Products of one input with several weights. Inputs are coded once for all that have the same groups.
 struct Team {
   Scratch own;
+  std::vector<uint16_t> low;
   Inputs in{};
   int64_t coded = -1;  // the group that the input's codes were made for
 
@@ -78,9 +35,7 @@ struct Team {
     const int64_t wanted = t.group < t.width ? t.group : 0;
     if (coded == wanted) return;
 #pragma omp barrier
-#pragma omp single
-    store.make(rows, t.width, t.group);
-    in = store.make(rows, t.width, t.group);  // of the same size: nothing moves
+    in = store.make(rows, t.width, t.group);  // there is room: nothing moves
     team_code(in, x, F32, false, own);
     coded = wanted;
   }
@@ -90,7 +45,7 @@ struct Team {
     read(store, x, rows, t);
     const Inputs all = in;
     in.rows = some;
-    in.codes += first * in.steps * kLanes;
+    in.codes += first * in.stride;
     in.scale += first * in.groups;
     in.sum += first * in.groups;
     multiply(x + first * t.width, some, t, o);
@@ -101,12 +56,8 @@ struct Team {
     multiply(x, rows, t, o);
   }
   void multiply(const float* x, int64_t rows, const Linear& t, const Output& o) {
-    if (t.kind == DENSE) {
-      if (t.type == F32) return team_dense<F32>(t, x, rows, o);
-      return t.type == BF16 ? team_dense<BF16>(t, x, rows, o) : team_dense<F16>(t, x, rows, o);
-    }
-    Weight w{static_cast<const uint8_t*>(t.weight), t.scale, t.zero, int(t.type), t.out, t.width / t.group,
-             t.kind == NIBBLES ? 8.0f : 0.0f};
+    if (t.kind == DENSE) return team_dense(int(t.type), t.weight, t.out, t.width, x, rows, o, low);
+    const Weight w{static_cast<const uint8_t*>(t.weight), t.scale, t.zero, int(t.type), t.out, t.width / t.group};
     if (t.kind == NIBBLES) team_product<Nibbles>(w, in, o, own);
     else if (t.kind == FLOATS4) team_product<Floats4>(w, in, o, own);
     else team_product<Bytes>(w, in, o, own);
@@ -293,6 +244,7 @@ void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int th
         *v = at_least(rooms.v, rows * others), *mixed = at_least(rooms.mixed, rows * queries),
         *gate = at_least(rooms.gate, rows * most * s.inner),
         *up = at_least(rooms.up, rows * most * s.inner);
+  rooms.codes.reserve(rows * most, std::max({s.hidden, queries, s.inner}));
 #pragma omp parallel num_threads(threads)
   {
     Team team;
@@ -359,16 +311,15 @@ void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int th
 
 extern "C" {
 
-// y[rows, out] = x[rows, width] · Wᵀ + bias. `kind`: 4 (codes 0 … 15 as Nibbles, rows padded to 32 bytes), 2 (E2M1
-// numbers in the same order) or 8 (signed).
-// `group`: inputs that share a scale, a multiple of 32 that divides the width, or the width itself. `zero` in steps of
-// the codes as they are held; null: 8 for nibbles, 0 for bytes. `exact`: inputs are whole numbers up to 32767.
+// y[rows, out] = x[rows, width] · Wᵀ + bias. `kind`: 4 (two codes a byte, as Nibbles), 2 (E2M1 numbers in the same order)
+// or 8 (a byte each), in tiles as lowbit.h reads them.
+// `group`: inputs that share a scale, a multiple of 32 that divides the width, or the width itself. `zero` less the code of
+// zero, in steps, or null. `exact`: inputs are whole numbers up to 32639.
 void rl_lowbit_linear(const Linear* t, const void* x, int64_t tx, void* y, int64_t ty, int64_t rows, int64_t exact,
                       int64_t threads) {
   static thread_local InputStore held;
   const Inputs in = held.make(rows, t->width, t->group);
-  const Weight w{static_cast<const uint8_t*>(t->weight), t->scale, t->zero, int(t->type), t->out, t->width / t->group,
-                 t->kind == NIBBLES ? 8.0f : 0.0f};
+  const Weight w{static_cast<const uint8_t*>(t->weight), t->scale, t->zero, int(t->type), t->out, t->width / t->group};
   const Output o{y, int(ty), t->bias};
 #pragma omp parallel num_threads(int(threads))
   {
@@ -377,6 +328,26 @@ void rl_lowbit_linear(const Linear* t, const void* x, int64_t tx, void* y, int64
     if (t->kind == NIBBLES) team_product<Nibbles>(w, in, o, own);
     else if (t->kind == FLOATS4) team_product<Floats4>(w, in, o, own);
     else team_product<Bytes>(w, in, o, own);
+  }
+}
+
+// Rows `start` to `stop` of a weight in codes as numbers, to y [stop - start, width] of type ty.
+void rl_lowbit_expand(const Linear* t, int64_t start, int64_t stop, void* y, int64_t ty, int64_t threads) {
+  const Weight w{static_cast<const uint8_t*>(t->weight), t->scale, t->zero, int(t->type), t->out, t->width / t->group};
+#pragma omp parallel num_threads(int(threads))
+  {
+    if (t->kind == NIBBLES) team_expand<Nibbles>(w, t->width, start, stop, y, int(ty));
+    else if (t->kind == FLOATS4) team_expand<Floats4>(w, t->width, start, stop, y, int(ty));
+    else team_expand<Bytes>(w, t->width, start, stop, y, int(ty));
+  }
+}
+
+// y[rows, out] of type ty = x[rows, width] (fp32) · Wᵀ + bias of a dense weight.
+void rl_dense_linear(const Linear* t, const float* x, void* y, int64_t ty, int64_t rows, int64_t threads) {
+#pragma omp parallel num_threads(int(threads))
+  {
+    std::vector<uint16_t> low;
+    team_dense(int(t->type), t->weight, t->out, t->width, x, rows, {y, int(ty), t->bias}, low);
   }
 }
 

@@ -2,9 +2,10 @@
 // Products with weights in 4- and 8-bit codes on the CPU: y = x · Wᵀ, W[n, k] = (code - zero) · scale by groups of inputs,
 // or E2M1 numbers times scale.
 //
-// Inputs are coded in 16-bit integers, with a scale for each group (error below 2⁻¹⁶ of the group's largest magnitude),
-// so that a product is one multiply-add of pairs (VNNI's vpdpwssd, or vpmaddwd) per 16 or 32 weights, exact in 32 bits.
-// The sum of code · input is scaled once a group; what zero subtracts is zero · scale · Σ input, added at the end.
+// Inputs are coded in 16-bit integers, with a scale for each group (an error of at most half of 1 / 32639 of the group's largest),
+// and multiplied exactly. Codes lie in tiles of 32 outputs, four inputs of an output side by side, so that a vector of
+// sums is of neighboring outputs and an input is broadcast to all of them. A tile of some rows of inputs times some
+// outputs stays in registers, and each weight is read once for as many rows. A group's sum is scaled once.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -16,89 +17,55 @@
 
 namespace {
 
-constexpr int64_t kSlab = 64;    // rows of inputs that stay in the second cache while a tile of weights passes
-constexpr int64_t kDirect = 4;   // rows of inputs up to which weights are decoded in registers only
-constexpr int64_t kAhead = 2048; // bytes that are fetched ahead: rows are short for the processor's own prefetching
+constexpr int64_t kSlab = 64;     // rows of inputs that stay in the second cache while a tile of weights passes
+constexpr int64_t kGroup = 256;   // inputs at most that share a scale: their sums do not overflow
+constexpr int64_t kPiece = 16384; // bytes of a tile of weights that stay in the first cache while rows of inputs pass
+constexpr int64_t kAhead = 2048;  // bytes that are fetched ahead
 
-template <int T>
-inline void prefetch_dense(const void* p, int64_t at) {
-  const char* from = static_cast<const char*>(p) + at * (T == F32 ? 4 : 2) + kAhead;
-  for (int64_t i = 0; i < (T == F32 ? 4 : 2); i++) __builtin_prefetch(from + 64 * i);
-}
-
-// ---- weights: codes of a row, 32 or twice 32 at a time ---------------------------------------------------------------
+// ---- weights: how many steps of four inputs a vector of codes has, and which ---------------------------------------------
 
 struct Bytes {
-  static constexpr float kUnit = 1;  // what the integer 1 stands for, before the scale
-  const int8_t* at;
-  static int64_t stride(int64_t width) { return width; }
-  static Bytes from(const uint8_t* p) { return {reinterpret_cast<const int8_t*>(p)}; }
-  void two(int64_t pair, Pairs& first, Pairs& second) const {
-    first = widen(at + pair * 2 * kLanes);
-    second = widen(at + pair * 2 * kLanes + kLanes);
-  }
-  void fetch(int64_t pair) const { __builtin_prefetch(at + pair * 2 * kLanes + kAhead); }
-  Pairs one(uint64_t step, int64_t n) const {  // of which `n` inputs are left
-    if (n >= kLanes) return widen(at + step * kLanes);
-    int8_t some[kLanes] = {};
-    std::memcpy(some, at + step * kLanes, n);
-    return widen(some);
-  }
+  static constexpr int kSteps = 1;
+  static constexpr int32_t kMiddle = 128;  // the code of zero
+  static constexpr float kUnit = 1;        // what the integer 1 stands for, before the scale
+  static Codes step(Bytes4 x, int) { return unfolded(x); }
+  static float number(uint8_t byte, int64_t) { return float(byte - kMiddle); }  // of one input, before the scale
 };
 
-struct Nibbles {  // of 64 inputs, byte i of 32 has input i in its low and input i + 32 in its high half
+struct Nibbles {  // the first four inputs of eight in the low halves, the others in the high ones
+  static constexpr int kSteps = 2;
+  static constexpr int32_t kMiddle = 8;
   static constexpr float kUnit = 1;
-  const uint8_t* at;
-  static int64_t stride(int64_t width) { return (width + 63) / 64 * 32; }
-  static Nibbles from(const uint8_t* p) { return {p}; }
-  void two(int64_t pair, Pairs& first, Pairs& second) const {
-    first = nibbles(at + pair * 32, false);
-    second = nibbles(at + pair * 32, true);
-  }
-  void fetch(int64_t pair) const { __builtin_prefetch(at + pair * 32 + kAhead); }
-  Pairs one(uint64_t step, int64_t) const { return nibbles(at + step / 2 * 32, step & 1); }  // rows are padded
+  static Codes step(Bytes4 x, int i) { return unfolded(i ? high_halves(x) : low_halves(x)); }
+  static float number(uint8_t byte, int64_t i) { return float((i ? byte >> 4 : byte & 15) - kMiddle); }
 };
 
 struct Floats4 {  // 4-bit floating point (E2M1) in the order of Nibbles; twice the numbers are whole
+  static constexpr int kSteps = 2;
+  static constexpr int32_t kMiddle = 12;
   static constexpr float kUnit = 0.5f;
-  static constexpr int8_t kTwice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-  const uint8_t* at;
-  static int64_t stride(int64_t width) { return Nibbles::stride(width); }
-  static Floats4 from(const uint8_t* p) { return {p}; }
-  void two(int64_t pair, Pairs& first, Pairs& second) const {
-    first = looked_up(nibbles(at + pair * 32, false), kTwice);
-    second = looked_up(nibbles(at + pair * 32, true), kTwice);
-  }
-  void fetch(int64_t pair) const { __builtin_prefetch(at + pair * 32 + kAhead); }
-  Pairs one(uint64_t step, int64_t) const { return looked_up(nibbles(at + step / 2 * 32, step & 1), kTwice); }
-};
-
-struct Wide {  // decoded
-  const int16_t* at;
-  void two(int64_t pair, Pairs& first, Pairs& second) const {
-    first = load16(at + pair * 2 * kLanes);
-    second = load16(at + pair * 2 * kLanes + kLanes);
-  }
-  void fetch(int64_t) const {}
-  Pairs one(uint64_t step, int64_t) const { return load16(at + step * kLanes); }
+  static constexpr uint8_t kTwice[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+  static Codes step(Bytes4 x, int i) { return unfolded(looked_up(i ? high_halves(x) : low_halves(x), kTwice)); }
+  static float number(uint8_t byte, int64_t i) { return float(kTwice[i ? byte >> 4 : byte & 15] - kMiddle); }
 };
 
 // ---- inputs ----------------------------------------------------------------------------------------------------------
 
 struct Inputs {
-  int64_t rows, width, steps, group, groups;  // steps: of 32 inputs; group: inputs that share a scale
-  int16_t* codes;                             // [rows, 32 · steps]
+  int64_t rows, width, steps, group, groups;  // steps: of four inputs, even; group: inputs that share a scale
+  int64_t stride;                             // bytes of a row of codes
+  int8_t* codes;                              // [rows, stride]: two bytes an input
   float* scale;                               // [rows, groups]
-  float* sum;                                 // [rows, groups], of what the codes stand for
+  int32_t* sum;                               // [rows, groups], of the integers
 };
 
 // One row. Whole numbers (`exact`) are their own codes.
 void code(const Inputs& in, const float* x, int64_t row, bool exact) {
-  int16_t* codes = in.codes + row * in.steps * kLanes;
+  int8_t* codes = in.codes + row * in.stride;
   for (int64_t g = 0; g < in.groups; g++) {
-    int64_t start = g * in.group, n = std::min(in.group, in.width - start);
+    const int64_t start = g * in.group, n = std::min(in.group, in.width - start);
     const float* from = x + start;
-    int16_t* to = codes + start;
+    alignas(64) int16_t to[kGroup + 8];
     float peak = 0, faulty = 0;
 #pragma omp simd reduction(max : peak) reduction(+ : faulty)
     for (int64_t i = 0; i < n; i++) {
@@ -106,7 +73,7 @@ void code(const Inputs& in, const float* x, int64_t row, bool exact) {
       peak = size > peak ? size : peak;
       faulty += from[i] - from[i];  // NaN of anything that is not finite
     }
-    float scale = exact ? 1.0f : peak / 32767.0f, inverse = exact ? 1.0f : 32767.0f / peak;
+    float scale = exact ? 1.0f : peak / kLargest, inverse = exact ? 1.0f : kLargest / peak;
     int32_t sum = 0;
     if (faulty == 0 && std::isfinite(inverse)) {  // of a peak near zero nothing is left
 #pragma omp simd reduction(+ : sum)
@@ -120,105 +87,75 @@ void code(const Inputs& in, const float* x, int64_t row, bool exact) {
     }
     if (faulty != 0) scale = faulty;
     in.scale[row * in.groups + g] = scale;
-    in.sum[row * in.groups + g] = scale * float(sum);
+    in.sum[row * in.groups + g] = sum;
+    std::memset(to + n, 0, 8 * sizeof(int16_t));
+    for (int64_t i = 0; i < n; i += 8) put_eight(codes + 2 * (start + i), to + i);
   }
-  std::memset(codes + in.width, 0, (in.steps * kLanes - in.width) * sizeof(int16_t));
 }
 
-// ---- a tile: R rows of the weight times M rows of inputs -------------------------------------------------------------
-
-template <class W, int R, int M>
-struct Tile {
-  static constexpr int kSums = R * M > 2 ? 1 : R * M == 2 ? 2 : 4;  // chains that hide the latency of a product
-  const W* w;
-  const float* scale;  // [R, groups], with those of the inputs: [R, M, groups] in order
-  const Inputs& in;
-  const int16_t* x;
-  Floats f[R][M];
-  Sums s[kSums][R][M];
-
-  void clear() {
-    for (int u = 0; u < kSums; u++)
-      for (int r = 0; r < R; r++)
-        for (int m = 0; m < M; m++) s[u][r][m] = no_sums();
-  }
-  void add_step(int u, const Pairs* v, int64_t c) {
-    for (int m = 0; m < M; m++) {
-      Pairs input = load16(x + m * in.steps * kLanes + c * kLanes);
-      for (int r = 0; r < R; r++) s[u % kSums][r][m] = add_products(s[u % kSums][r][m], v[r], input);
-    }
-  }
-  void add_pair(int u, int64_t pair) {
-    Pairs first[R], second[R];
-    for (int r = 0; r < R; r++) w[r].two(pair, first[r], second[r]);
-    add_step(2 * u, first, 2 * pair);
-    add_step(2 * u + 1, second, 2 * pair + 1);
-  }
-  void add_one(int64_t c) {  // a step that is no part of a pair
-    Pairs v[R];
-    for (int r = 0; r < R; r++) v[r] = w[r].one(c, in.width - c * kLanes);
-    add_step(0, v, c);
-  }
-  void end_group(int64_t g) {
-    for (int r = 0; r < R; r++)
-      for (int m = 0; m < M; m++) {
-        Sums all = s[0][r][m];
-        for (int u = 1; u < kSums; u++) all = add(all, s[u][r][m]);
-        f[r][m] = add_scaled(f[r][m], all, scale[(r * M + m) * in.groups + g]);
-      }
-  }
-  template <int N>  // groups of N pairs
-  int64_t whole_groups() {
-    const int64_t groups = in.width / (N * 2 * kLanes);
-    for (int64_t g = 0; g < groups; g++) {
-      clear();
-      for (int i = 0; i < N; i++) {
-        for (int r = 0; r < R; r++) w[r].fetch(g * N + i);
-        add_pair(i, g * N + i);
-      }
-      end_group(g);
-    }
-    return groups;
-  }
-  int64_t half_groups() {  // of half a pair
-    const int64_t pairs = in.width / (2 * kLanes);
-    for (int64_t pair = 0; pair < pairs; pair++) {
-      Pairs first[R], second[R];
-      for (int r = 0; r < R; r++) {
-        w[r].fetch(pair);
-        w[r].two(pair, first[r], second[r]);
-      }
-      clear();
-      add_step(0, first, 2 * pair);
-      end_group(2 * pair);
-      clear();
-      add_step(0, second, 2 * pair + 1);
-      end_group(2 * pair + 1);
-    }
-    return 2 * pairs;
-  }
-  void run() {
-    for (int r = 0; r < R; r++)
-      for (int m = 0; m < M; m++) f[r][m] = no_floats();
-    const int64_t each = in.group / kLanes;
-    int64_t g = each == 1 ? half_groups() : each == 2 ? whole_groups<1>() : each == 4 ? whole_groups<2>()
-                : each == 8 ? whole_groups<4>() : 0;
-    for (; g < in.groups; g++) {  // other sizes, and what is left of the row
-      clear();
-      for (int64_t c = g * each; c < std::min((g + 1) * each, in.steps); c++) add_one(c);
-      end_group(g);
-    }
-  }
-};
+// ---- a tile: N vectors of outputs times M rows of inputs ---------------------------------------------------------------
 
 struct Weight {
-  const uint8_t* codes;
-  const void* scale;  // [out, scales] of type ts
-  const void* zero;   // [out, scales] of type ts; null: `middle` for all
+  const uint8_t* codes;  // [tiles, steps or half as many, kTile, 4]
+  const void* scale;     // [tiles, scales, kTile] of type ts
+  const void* zero;      // the same, less the code of zero; or null
   int ts;
   int64_t out, scales;
-  float middle;
 };
+
+// Adds the products of groups `begin` to `end` of the inputs to f [M, kTile]. `scale` and `zero` [scales, kTile], or no
+// zero. Not inlined, so that registers are left to the sums.
+template <class W, int N, int M>
+__attribute__((noinline)) void tile(const uint8_t* w, const Inputs& in, int64_t row, int64_t begin, int64_t end,
+                                    const float* scale, const float* zero, int64_t scales, float* f) {
+  const int8_t* x = in.codes + row * in.stride;
+  const int64_t stride = in.stride, each = in.groups / scales;  // groups of inputs that share a scale of the weight
+  for (int64_t g = begin; g < end; g++) {
+    Sums s[N][M], t[N][M];
+UNROLL
+    for (int n = 0; n < N; n++)
+UNROLL
+      for (int m = 0; m < M; m++) s[n][m] = t[n][m] = no_sums();
+    const int64_t inputs = kFour * W::kSteps, last = (std::min((g + 1) * in.group, in.width) + inputs - 1) / inputs;
+    for (int64_t c = g * in.group / inputs; c < last; c++) {
+      Bytes4 held[N];
+UNROLL
+      for (int n = 0; n < N; n++) {
+        const uint8_t* at = w + c * kFour * kTile + n * kFour * kFloats;
+        held[n] = load_bytes(at);
+        if (n * kFour * kFloats % 64 == 0) __builtin_prefetch(at + kAhead);
+      }
+UNROLL
+      for (int i = 0; i < W::kSteps; i++) {
+        Codes codes[N];
+UNROLL
+        for (int n = 0; n < N; n++) codes[n] = W::step(held[n], i);
+UNROLL
+        for (int m = 0; m < M; m++) {
+          const Four four = load_four(x + m * stride + (c * W::kSteps + i) * 2 * kFour);
+UNROLL
+          for (int n = 0; n < N; n++) {
+            s[n][m] = add_products<0>(s[n][m], codes[n], four);
+            t[n][m] = add_products<1>(t[n][m], codes[n], four);
+          }
+        }
+      }
+    }
+UNROLL
+    for (int n = 0; n < N; n++) {
+      const int64_t at = g / each * kTile + n * kFloats;
+      const Floats own = load_floats<F32>(scale, at);
+UNROLL
+      for (int m = 0; m < M; m++) {
+        const int64_t group = (row + m) * in.groups + g;
+        Floats all = joined(s[n][m], t[n][m], W::kMiddle * in.sum[group]);
+        if (zero) all = multiply_add(load_floats<F32>(zero, at), all_floats(-float(in.sum[group])), all);
+        float* to = f + m * kTile + n * kFloats;
+        store_floats(to, multiply_add(all, multiply(own, all_floats(in.scale[group])), load_floats<F32>(to, 0)));
+      }
+    }
+  }
+}
 
 struct Output {
   void* y;  // [rows, out] of type ty
@@ -227,96 +164,36 @@ struct Output {
   bool adds = false;   // y (fp32) += factor · result
   float factor = 1.0f;
 
-  inline void put(int64_t at, int64_t column, float v) const {
-    if (bias) v += bias[column];
-    if (adds) static_cast<float*>(y)[at] += factor * v;
-    else store<float>(y, ty, at, 1, &v);
+  // Results `v` of `n` neighboring outputs from `column`, of the row that begins at `row`.
+  inline void put(int64_t row, int64_t column, int64_t n, float* v) const {
+    if (bias)
+      for (int64_t i = 0; i < n; i++) v[i] += bias[column + i];
+    if (!adds) return store<float>(y, ty, row + column, n, v);
+    float* to = static_cast<float*>(y) + row + column;
+    for (int64_t i = 0; i < n; i++) to[i] += factor * v[i];
   }
 };
 
-// `scale` and `shift` [R, scales] of the weight; `both`: room for [R, M, groups].
-template <class W, int R, int M>
-inline void finish(const W* w, const float* scale, const float* shift, float* both, const Weight& t, const Inputs& in,
-                   int64_t first, int64_t row, const Output& o) {
-  const bool grouped = t.scales > 1;  // otherwise one scale for all groups of inputs
-  for (int r = 0; r < R; r++)
-    for (int m = 0; m < M; m++) {
-      float* to = both + (r * M + m) * in.groups;
-      const float *a = scale + r * t.scales, *b = in.scale + (row + m) * in.groups;
-#pragma omp simd
-      for (int64_t g = 0; g < in.groups; g++) to[g] = (grouped ? a[g] : a[0]) * b[g];
-    }
-  Tile<W, R, M> tile{w, both, in, in.codes + row * in.steps * kLanes, {}, {}};
-  tile.run();
-  for (int m = 0; m < M; m++)
-    for (int r = 0; r < R; r++) {
-      float v = total(tile.f[r][m]);
-      if (shift) {
-        const float *z = shift + r * t.scales, *sum = in.sum + (row + m) * in.groups;
-        float less = 0;
-#pragma omp simd reduction(+ : less)
-        for (int64_t g = 0; g < in.groups; g++) less += (grouped ? z[g] : z[0]) * sum[g];
-        v -= less;
-      }
-      o.put((row + m) * t.out + first + r, first + r, v);
-    }
+// `n` cut into parts of at most `most` that are as equal as can be: the size of all but the last.
+inline int64_t even_part(int64_t n, int64_t most) {
+  const int64_t parts = (n + most - 1) / most;
+  return parts ? (n + parts - 1) / parts : 1;
 }
 
-template <class W, int R>
-inline void rows_of_inputs(const W* w, const float* scale, const float* shift, float* both, const Weight& t,
-                           const Inputs& in, int64_t first, int64_t from, int64_t to, const Output& o) {
-  int64_t row = from;
-  if constexpr (R == 1)
-    for (; row + 4 <= to; row += 4) finish<W, R, 4>(w, scale, shift, both, t, in, first, row, o);
-  for (; row + 2 <= to; row += 2) finish<W, R, 2>(w, scale, shift, both, t, in, first, row, o);
-  if (row < to) finish<W, R, 1>(w, scale, shift, both, t, in, first, row, o);
-}
-
-// `R` rows of the weight from `first`, times rows `from` to `to` of the inputs.
-template <class W, int R>
-void some_outputs(const Weight& t, const Inputs& in, int64_t first, int64_t from, int64_t to, float* scale, float* shift,
-                  float* both, int16_t* wide, const Output& o) {
-  const int64_t n = R * t.scales, stride = W::stride(in.width);
-  load<float>(t.scale, t.ts, first * t.scales, n, scale);
-  if constexpr (W::kUnit != 1)
-    for (int64_t i = 0; i < n; i++) scale[i] *= W::kUnit;
-  const bool shifted = t.zero || t.middle != 0;
-  if (t.zero) load<float>(t.zero, t.ts, first * t.scales, n, shift);
-  if (shifted) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) shift[i] = (t.zero ? shift[i] : t.middle) * scale[i];
-  }
-  const float* z = shifted ? shift : nullptr;
-  if (to - from <= kDirect) {
-    for (int r = 0; r < R; r++) {
-      W w = W::from(t.codes + (first + r) * stride);
-      rows_of_inputs<W, 1>(&w, scale + r * t.scales, z ? z + r * t.scales : nullptr, both, t, in, first + r, from, to, o);
-    }
-    return;
-  }
-  const int64_t length = in.steps * kLanes;
-  Wide w[R];
-  for (int r = 0; r < R; r++) {
-    W one = W::from(t.codes + (first + r) * stride);
-    int16_t* to = wide + r * length;
-    const int64_t pairs = in.width / (2 * kLanes);
-    for (int64_t pair = 0; pair < pairs; pair++, to += 2 * kLanes) {
-      Pairs first, second;
-      one.fetch(pair);
-      one.two(pair, first, second);
-      store16(to, first);
-      store16(to + kLanes, second);
-    }
-    for (int64_t c = 2 * pairs; c < in.steps; c++, to += kLanes) store16(to, one.one(c, in.width - c * kLanes));
-    w[r].at = wide + r * length;
-  }
-  rows_of_inputs<Wide, R>(w, scale, z, both, t, in, first, from, to, o);
+// Rows `row` to `row + rows` of the inputs, at most kRows, times a tile of the weight.
+template <class W, int M>
+void some_rows(int64_t rows, const uint8_t* w, const Inputs& in, int64_t row, int64_t begin, int64_t end,
+               const float* scale, const float* zero, const Weight& t, float* f) {
+  if constexpr (M > 1)
+    if (rows < M) return some_rows<W, M - 1>(rows, w, in, row, begin, end, scale, zero, t, f);
+  constexpr int N = M == 1 ? kTile / kFloats : kWide;
+  for (int64_t at = 0; at < kTile; at += N * kFloats)
+    tile<W, N, M>(w + at * kFour, in, row, begin, end, scale + at, zero ? zero + at : nullptr, t.scales, f + at);
 }
 
 // What one thread of a team needs; grows, and is kept between products.
 struct Scratch {
-  std::vector<float> row, scale, shift, both;
-  std::vector<int16_t> wide;
+  std::vector<float> row, scale, zero, sums;
 };
 
 // Called by every thread of a team: the inputs' codes, complete when all have returned.
@@ -332,38 +209,82 @@ inline void team_code(const Inputs& in, const void* x, int tx, bool exact, Scrat
 // Called by every thread of a team, which may return before the others have.
 template <class W>
 void team_product(const Weight& t, const Inputs& in, const Output& o, Scratch& own) {
-  const int64_t tiles = (t.out + kRows - 1) / kRows;
-  float* scale = at_least(own.scale, kRows * t.scales);
-  float* shift = at_least(own.shift, kRows * t.scales);
-  float* both = at_least(own.both, 2 * kRows * in.groups);
-  int16_t* wide = at_least(own.wide, in.rows > kDirect ? kRows * in.steps * kLanes : 1);
-  for (int64_t from = 0; from < in.rows; from += kSlab) {
-    const int64_t to = std::min(in.rows, from + kSlab);
-#pragma omp for schedule(static) nowait
+  const int64_t tiles = (t.out + kTile - 1) / kTile, numbers = t.scales * kTile;
+  const int64_t slab = even_part(in.rows, kSlab), bytes = in.steps / W::kSteps * kFour * kTile;
+  float *scale = at_least(own.scale, numbers), *zero = t.zero ? at_least(own.zero, numbers) : nullptr;
+  const int64_t piece = in.rows > kRows ? std::max<int64_t>(1, kPiece * in.groups / bytes) : in.groups;
+  float* sums = at_least(own.sums, slab * kTile);
+#pragma omp for collapse(2) schedule(static) nowait
+  for (int64_t from = 0; from < in.rows; from += slab)
     for (int64_t i = 0; i < tiles; i++) {
-      int64_t first = i * kRows, last = std::min(t.out, first + kRows);
-      if (last - first == kRows) {
-        some_outputs<W, kRows>(t, in, first, from, to, scale, shift, both, wide, o);
-      } else {
-        for (; first < last; first++) some_outputs<W, 1>(t, in, first, from, to, scale, shift, both, wide, o);
-      }
+      load<float>(t.scale, t.ts, i * numbers, numbers, scale);
+      if constexpr (W::kUnit != 1)
+        for (int64_t j = 0; j < numbers; j++) scale[j] *= W::kUnit;
+      if (zero) load<float>(t.zero, t.ts, i * numbers, numbers, zero);
+      const int64_t rows = std::min(slab, in.rows - from), block = even_part(rows, kRows);
+      std::memset(sums, 0, rows * kTile * sizeof(float));
+      for (int64_t g = 0; g < in.groups; g += piece)
+        for (int64_t m = 0; m < rows; m += block)
+          some_rows<W, kRows>(std::min(block, rows - m), t.codes + i * bytes, in, from + m, g,
+                              std::min(g + piece, in.groups), scale, zero, t, sums + m * kTile);
+      const int64_t first = i * kTile, some = std::min(kTile, t.out - first);
+      for (int64_t m = 0; m < rows; m++) o.put((from + m) * t.out, first, some, sums + m * kTile);
     }
+}
+
+// Inputs that share a scale: the weight's group or, so that an outlier takes the precision of few inputs, a part of it.
+inline int64_t part_of(int64_t group, int64_t width) {
+  int64_t own = kGroup;
+  while (group < width && group % own) own -= 32;
+  return own;
+}
+
+// By a team: rows `start` to `stop` of the weight [out, width] itself, to y of type ty.
+template <class W>
+void team_expand(const Weight& t, int64_t width, int64_t start, int64_t stop, void* y, int ty) {
+  constexpr int64_t inputs = kFour * W::kSteps;
+  const int64_t group = width / t.scales, part = part_of(group, width), numbers = t.scales * kTile;
+  const int64_t bytes = (width + inputs - 1) / inputs * kFour * kTile;
+  std::vector<float> scale(numbers), zero(numbers);
+  float row[kGroup + inputs];
+#pragma omp for schedule(static)
+  for (int64_t i = start / kTile; i < (stop + kTile - 1) / kTile; i++) {
+    load<float>(t.scale, t.ts, i * numbers, numbers, scale.data());
+    if (t.zero) load<float>(t.zero, t.ts, i * numbers, numbers, zero.data());
+    for (int64_t at = 0; at < width; at += part)  // whose codes stay in the first cache
+      for (int64_t n = std::max(start, i * kTile); n < std::min(stop, (i + 1) * kTile); n++) {
+        const int64_t some = std::min(part, width - at), own = at / group * kTile + n - i * kTile;
+        const uint8_t* from = t.codes + i * bytes + at / inputs * kFour * kTile + (n - i * kTile) * kFour;
+        for (int64_t c = 0; c * inputs < some; c++)
+UNROLL
+          for (int64_t j = 0; j < inputs; j++)
+            row[c * inputs + j] = W::number(from[c * kFour * kTile + j % kFour], j / kFour);
+        const float less = zero[own], factor = scale[own] * W::kUnit;
+#pragma omp simd
+        for (int64_t j = 0; j < some; j++) row[j] = (row[j] - less) * factor;
+        store<float>(y, ty, (n - start) * width + at, some, row);
+      }
   }
 }
 
 // Room for the codes of inputs: kept between calls.
 struct InputStore {
-  std::vector<int16_t> codes;
-  std::vector<float> numbers;
+  std::vector<int8_t> codes;
+  std::vector<float> scale;
+  std::vector<int32_t> sum;
 
-  // `group`: inputs that share a scale of the weight. A whole row with one scale is cut, so that an outlier takes the
-  // precision of few inputs.
+  // For inputs that are no more and no wider, with whatever groups.
+  void reserve(int64_t rows, int64_t width) {
+    for (int64_t group : {int64_t(32), width}) make(rows, width, group);
+  }
+  // `group`: inputs that share a scale of the weight, or the width.
   Inputs make(int64_t rows, int64_t width, int64_t group) {
-    const int64_t steps = (width + kLanes - 1) / kLanes, own = group < width ? group : 256;
-    const int64_t groups = (width + own - 1) / own;
-    int16_t* c = at_least(codes, rows * steps * kLanes);
-    float* n = at_least(numbers, 2 * rows * groups);
-    return {rows, width, steps, own, groups, c, n, n + rows * groups};
+    const int64_t own = part_of(group, width);
+    const int64_t steps = (width + 7) / 8 * 2, groups = (width + own - 1) / own;
+    const int64_t stride = steps * 2 * kFour + 64;  // rows do not fall on the same lines of the first cache
+    int8_t* c = at_least(codes, rows * stride);
+    float* s = at_least(scale, rows * groups);
+    return {rows, width, steps, own, groups, stride, c, s, at_least(sum, rows * groups)};
   }
 };
 

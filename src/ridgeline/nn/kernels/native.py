@@ -45,7 +45,10 @@ def library() -> ctypes.CDLL | None:
                                           *(whole,) * 5, ctypes.POINTER(Changes), whole]  # fmt: skip
     loaded.rl_decode.argtypes = [ctypes.POINTER(Step), ctypes.POINTER(Layer), whole, whole]
     loaded.rl_sample.argtypes = [pointer, whole, whole, ctypes.POINTER(Choice), pointer, whole]
-    for function in (loaded.rl_lowbit_linear, loaded.rl_paged_attention, loaded.rl_decode, loaded.rl_sample):
+    loaded.rl_lowbit_expand.argtypes = [ctypes.POINTER(Linear), whole, whole, pointer, whole, whole]
+    loaded.rl_dense_linear.argtypes = [ctypes.POINTER(Linear), pointer, pointer, *(whole,) * 3]
+    for function in (loaded.rl_lowbit_linear, loaded.rl_lowbit_expand, loaded.rl_dense_linear,
+                     loaded.rl_paged_attention, loaded.rl_decode, loaded.rl_sample):  # fmt: skip
         function.restype = None
     return loaded
 
@@ -64,14 +67,19 @@ def _compiled() -> Path | None:
         if not place.exists():
             compiling.compile_kernels(compiler, place, compiling.options())
     except (OSError, subprocess.SubprocessError) as e:
-        output = getattr(e, "stderr", b"") or str(e).encode()
-        _without(f"they do not compile: {output.decode(errors='replace').strip().splitlines()[-1]}")
+        lines = (getattr(e, "stderr", b"") or str(e).encode()).decode(errors="replace").strip().splitlines()
+        _without(f"they do not compile: {next((line for line in lines if 'error' in line), lines[-1])}")
         return None
     return place
 
 
 def _without(why: str) -> None:
     warnings.warn(f"fused CPU kernels are off, plain operators take their place: {why}", stacklevel=3)
+
+
+def instructions() -> str:
+    """The instruction set that the kernels use here, of those that a wheel has libraries for."""
+    return next(iter(compiling.levels(_processor())), platform.machine())
 
 
 def _processor() -> str:
@@ -175,6 +183,20 @@ def lowbit_linear(t: Linear, x: Tensor, y: Tensor, exact: bool) -> None:
     assert found is not None
     threads = 1 if x.shape[0] * t.out * t.width < _SMALL else torch.get_num_threads()
     found.rl_lowbit_linear(t, x.data_ptr(), TYPES[x.dtype], y.data_ptr(), TYPES[y.dtype], x.shape[0], exact, threads)
+
+
+def lowbit_expand(t: Linear, start: int, stop: int, y: Tensor) -> None:
+    """``y`` [stop - start, in] = rows of a weight in codes."""
+    found = library()
+    assert found is not None
+    found.rl_lowbit_expand(t, start, stop, y.data_ptr(), TYPES[y.dtype], torch.get_num_threads())
+
+
+def dense_linear(t: Linear, x: Tensor, y: Tensor) -> None:
+    """``y`` [M, out] = ``x`` [M, in] (fp32) · Wᵀ + bias of a dense weight, for few rows. Both are contiguous."""
+    found = library()
+    assert found is not None
+    found.rl_dense_linear(t, x.data_ptr(), y.data_ptr(), TYPES[y.dtype], x.shape[0], torch.get_num_threads())
 
 
 def paged_attention(

@@ -26,7 +26,7 @@ from ridgeline.nn.model.mlp import MLP
 from ridgeline.nn.model.moe import Experts, MoE, run_here
 from ridgeline.nn.model.norm import LayerNorm, RMSNorm
 from ridgeline.nn.model.rotary import Rope
-from ridgeline.nn.model.transformer import Transformer, TransformerBlock, add_then_norm
+from ridgeline.nn.model.transformer import LMHead, Transformer, TransformerBlock, add_then_norm
 from ridgeline.nn.quant.native_codes import NativeCodes
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import Dense, PackedExperts
@@ -35,7 +35,7 @@ from ridgeline.spec.decode_kernel import ACTIVATIONS, refusal
 from ridgeline.spec.lowbit import FEW_ROWS
 from ridgeline.spec.model import ModelSpec
 
-DENSE_ROWS, UNITS_ROWS = 16, 8
+DENSE_ROWS, UNITS_ROWS = 24, 8
 """Rows up to which dense weights are read faster by our kernel than by a matrix product; by matrix units for bf16."""
 
 
@@ -85,6 +85,17 @@ class Decoder:
         self.most_rows = FEW_ROWS if not dense else UNITS_ROWS if wide else DENSE_ROWS
         """Rows up to which this is faster than operator by operator."""
         self._pool: Pool | None = None
+        self._head = model.head if type(model.head) is LMHead and type(model.head.out) is nn.Linear else None
+        self._out = None if self._head is None else self._dense(self._head.out.weight, None)
+
+    def logits(self, x: Tensor) -> Tensor | None:
+        """Logits [R, V] of rows ``x`` [R, H], in their dtype; None where the model's head is another, or as fast."""
+        head, out = self._head, self._out
+        if head is None or out is None or len(x) > DENSE_ROWS or native.TYPES.get(x.dtype) != out.type:
+            return None
+        y = x.new_empty(len(x), out.out)
+        native.dense_linear(out, x.float().contiguous(), y)
+        return head.scaled(y)
 
     def __call__(self, x: Tensor, rope: Rope | None, pool: Pool, at: Singles, slots: Tensor) -> Tensor:
         """``x`` [R, H], the newest tokens of the sequences ``at``, through all layers → [R, H] of the same dtype. New

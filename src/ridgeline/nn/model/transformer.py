@@ -162,7 +162,10 @@ class LMHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of ``x`` [..., H]."""
-        logits: Tensor = self.out(x)
+        return self.scaled(self.out(x))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits from the results of the last product."""
         logits = logits if self.scaling == 1 else logits / self.scaling
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 

@@ -1,4 +1,4 @@
-"""Quantized weights as our compiled CPU kernel reads them (``nn/kernels/lowbit.h``): 8- or 4-bit codes in rows.
+"""Quantized weights as our compiled CPU kernel reads them (``nn/kernels/lowbit.h``): 8- or 4-bit codes in tiles.
 
 Inputs are rounded to 16-bit integers, with a scale per group of inputs, and multiplied exactly; results are the same
 whatever else is in the batch.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import gcd
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.nn.kernels import native
@@ -16,15 +17,16 @@ from ridgeline.nn.quant.codes import Codes
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.torch_codes import wide_dtype
 from ridgeline.spec.errors import Incompatible
-from ridgeline.spec.lowbit import FEW_ROWS, LANES
+from ridgeline.spec.lowbit import FEW_ROWS, LANES, TILE
 
-_PAIR = 2 * LANES
-"""Inputs of one run of bytes with two codes each: the first half in the low bits, the second in the high ones."""
+_STEP = 4
+"""Inputs of an output that lie side by side."""
 
 
 class NativeCodes(Codes):
-    """``codes``: int8 [out, in], or uint8 [out, bytes] with two codes each; ``scale`` and ``zero`` [out, groups]:
-    value = (code - zero) · scale, with 0 (bytes) or 8 (nibbles) where there is no ``zero``."""
+    """``codes``: uint8 [tiles, steps, 32, 4], of outputs and inputs, or two codes a byte: those of the first four
+    inputs of eight in the low bits; ``scale`` and ``zero`` [tiles, groups, 32]: value = (code - middle - zero) · scale,
+    with middle 128 (bytes) or 8 (nibbles). The last tile is filled up."""
 
     codes: Tensor
     scale: Tensor
@@ -37,41 +39,48 @@ class NativeCodes(Codes):
         self.bits, self.group, self.floating = bits, packed.group_size, packed.floating
         if self.group % LANES and self.group != self.width:
             raise Incompatible(f"groups of {self.group} are not read by the kernel", "choose a multiple of 32")
-        if packed.floating:
-            self.hold(codes=_pairs(packed.codes), scale=packed.scale.contiguous(), zero=None)
-            return
-        scale = packed.scale if packed.scale.dtype in native.TYPES else packed.scale.float()
+        scale = packed.scale if packed.floating or packed.scale.dtype in native.TYPES else packed.scale.float()
         middle = 1 << (packed.bits - 1)
-        if bits == 8:
-            codes = packed.codes ^ 128 if middle == 128 else packed.codes - middle
-            zero = None if packed.zero is None else packed.zero.to(scale.dtype) - middle
-            self.hold(codes=codes.view(torch.int8), scale=scale, zero=zero)
-        else:
-            codes = packed.codes if packed.zero is not None else packed.codes + (8 - middle)
-            zero = None if packed.zero is None else packed.zero.to(scale.dtype)
-            self.hold(codes=_pairs(codes), scale=scale.contiguous(), zero=zero)
+        zero = None if packed.zero is None else packed.zero.to(scale.dtype) - middle
+        codes = packed.codes if packed.floating else packed.codes + ((1 << (bits - 1)) - middle)
+        self._hold(codes, scale, zero)
+
+    def _hold(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
+        """Hold codes uint8 [out, in], scales and zeros [out, groups]."""
+        held = _tiled(codes, 2 * _STEP if self.bits == 4 else _STEP)
+        if self.bits == 4:  # [tiles, steps, outputs, eight inputs]
+            held = held[..., :_STEP] | (held[..., _STEP:] << 4)
+        self.hold(codes=held.contiguous(), scale=_tiled(scale, 1).squeeze(-1).contiguous(),
+                  zero=None if zero is None else _tiled(zero, 1).squeeze(-1).contiguous())  # fmt: skip
 
     def _whole(self, start: int, stop: int) -> Tensor:
-        """Codes of some rows, one each: [rows, in], int8 or uint8."""
-        return self.codes[start:stop] if self.bits == 8 else _apart(self.codes[start:stop], self.width)
+        """Codes of some rows, one each: uint8 [rows, in]."""
+        first, last = start // TILE, -(-stop // TILE)
+        held = self.codes[first:last]
+        if self.bits == 4:
+            held = torch.cat((held & 15, held >> 4), -1)
+        return _apart(held)[start - first * TILE : stop - first * TILE, : self.width]
+
+    def _numbers(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Scales and zeros of some rows, [rows, groups]."""
+        first, last = start // TILE, -(-stop // TILE)
+        own = slice(start - first * TILE, stop - first * TILE)
+        apart = [None if t is None else _apart(t[first:last, ..., None])[own] for t in (self.scale, self.zero)]
+        assert apart[0] is not None
+        return apart[0], apart[1]
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See :class:`Codes`."""
-        if self.floating:
-            whole = self._whole(start, stop)
-            return Packed(whole, self.scale[start:stop], None, 4, self.group, floating=True).dense(dtype)
-        codes = self._whole(start, stop).to(torch.float32).view(stop - start, -1, self.group)
-        zero = self.zero
-        codes -= (0.0 if self.bits == 8 else 8.0) if zero is None else zero[start:stop].float().unsqueeze(-1)
-        return codes.mul_(self.scale[start:stop].float().unsqueeze(-1)).view(stop - start, self.width).to(dtype)
+        y = torch.empty(stop - start, self.width, dtype=dtype if dtype in native.TYPES else torch.float32)
+        native.lowbit_expand(self.described(None), start, stop, y)
+        return y.to(dtype)
 
     def _fill(self, new: Codes, dim: int, start: int, stop: int) -> None:
         assert isinstance(new, NativeCodes)
-        scale, zero = self.scale, self.zero
         if dim == 0:
-            new.hold(codes=self.codes[start:stop].clone(), scale=scale[start:stop].clone(),
-                     zero=None if zero is None else zero[start:stop].clone())  # fmt: skip
+            new._hold(self._whole(start, stop), *self._numbers(start, stop))
             return
+        scale, zero = self._numbers(0, self.out)
         if self.group == self.width:
             new.group = stop - start
         else:
@@ -84,9 +93,7 @@ class NativeCodes(Codes):
                 )
             groups = torch.arange(start, stop, new.group, device=scale.device) // self.group
             scale, zero = scale[:, groups], None if zero is None else zero[:, groups]
-        codes = self._whole(0, self.out)[:, start:stop].contiguous()
-        new.hold(codes=codes if self.bits == 8 else _pairs(codes), scale=scale.clone(),
-                 zero=None if zero is None else zero.clone())  # fmt: skip
+        new._hold(self._whole(0, self.out)[:, start:stop], scale, zero)
 
     def _call(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype, exact: bool) -> Tensor:
         y = torch.empty((x.shape[0], self.out), dtype=dtype)
@@ -128,14 +135,13 @@ def _differentiated(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-def _pairs(codes: Tensor) -> Tensor:
-    """Codes uint8 [out, in], 0 … 15, two a byte, rows filled up with zeros: [out, 32 · ⌈in / 64⌉]."""
-    out, width = codes.shape
-    padded = torch.nn.functional.pad(codes, (0, -width % _PAIR)).view(out, -1, 2, LANES)
-    return (padded[:, :, 0] | (padded[:, :, 1] << 4)).flatten(1)
+def _tiled(t: Tensor, inputs: int) -> Tensor:
+    """[out, in] → [tiles, ⌈in / inputs⌉, 32, inputs], filled up with zeros."""
+    out, width = t.shape
+    padded = F.pad(t, (0, -width % inputs, 0, -out % TILE))
+    return padded.view(-1, TILE, padded.shape[1] // inputs, inputs).transpose(1, 2)
 
 
-def _apart(pairs: Tensor, width: int) -> Tensor:
-    """The codes again, uint8 [out, in]."""
-    each = pairs.view(len(pairs), -1, LANES)
-    return torch.stack((each & 15, each >> 4), 2).flatten(1)[:, :width]
+def _apart(tiles: Tensor) -> Tensor:
+    """[tiles, steps, 32, inputs] → [32 · tiles, steps · inputs]."""
+    return tiles.transpose(1, 2).reshape(len(tiles) * TILE, -1)
