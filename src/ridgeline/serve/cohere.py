@@ -13,9 +13,9 @@ from ridgeline.serve.fields import MAX_INPUTS, Body, Number, Text
 from ridgeline.serve.http import Json
 from ridgeline.serve.pooled_bodies import EmbeddingRequest
 from ridgeline.serve.pooled_replies import unit
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.reading import Reading
 from ridgeline.serve.request import Invalid, Vector
-from ridgeline.serve.service import PreparedRequest
 
 Kind = Literal["float", "base64", "binary", "ubinary"]
 

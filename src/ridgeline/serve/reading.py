@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from ridgeline.serve.detokenize import ServeJob
 from ridgeline.serve.fields import prompts_of
 from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, Given, PoolingRequest, Read
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.request import EngineRequest, Invalid
 from ridgeline.serve.scoring import RerankRequest, ScoreRequest
-from ridgeline.serve.service import PreparedRequest, Service, salt_of
+from ridgeline.serve.service import Service, salt_of
 
 
 @dataclass(frozen=True)

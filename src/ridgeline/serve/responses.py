@@ -14,10 +14,11 @@ from typing import Any
 from ridgeline.serve.chat import CalledFunction, Message, ToolCall, is_object
 from ridgeline.serve.detokenize import Delta, Entry
 from ridgeline.serve.output_stream import Failed, OutputStream
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.replies import chat_logprobs
 from ridgeline.serve.request import Busy, Invalid, NotFound
 from ridgeline.serve.response_bodies import ResponseRequest
-from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.service import Service
 from ridgeline.serve.tool_calls import Piece
 
 KEPT, KEPT_TEXT = 1024, 1 << 26

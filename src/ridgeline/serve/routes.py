@@ -22,12 +22,13 @@ from ridgeline.serve.messages import Messages
 from ridgeline.serve.openai import Completion, Detokenize, LoadAdapter, UnloadAdapter
 from ridgeline.serve.output_stream import OutputStream
 from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, PoolingRequest
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.reading import Reading
 from ridgeline.serve.request import Invalid, Vector
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
 from ridgeline.serve.scoring import PAIRS, RerankRequest, ScoreRequest
-from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.service import Service
 from ridgeline.serve.transfer.secret import HEADER
 
 T = TypeVar("T")
