@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -165,7 +166,7 @@ class Service:
         if name == self.name or (name in self.adapters and not replace):
             fix = "choose another name" if name == self.name else "set load_inplace, unload it, or choose another name"
             raise Invalid("lora_name", f"{name!r} has already been loaded", fix)
-        if not await asyncio.to_thread(Path(path).is_dir):
+        if not await asyncio.to_thread(os.path.isdir, path):
             raise NotFound("lora_path", f"No adapter found for {name!r}: there is no folder {path}", "give its folder")
         await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path), replace))
         self.adapters[name] = path
@@ -338,7 +339,8 @@ class Service:
                               ("bad_words", not bad.isdisjoint(end))):  # fmt: skip
             if refused:
                 raise Invalid(name, f"does not let {END} be written, which ends the reasoning", "change it")
-        return replace(sampling, grammar=ReasoningGrammar(begin, end, begun, budget, sampling.grammar))
+        made = ReasoningGrammar(self.vocabulary.bytes, begin, end, begun, budget, sampling.grammar)
+        return replace(sampling, grammar=made)
 
     def _bad_words(self, body: Sampled) -> tuple[tuple[int, ...], ...]:
         """The token sequences of the words, alone and after a space."""
