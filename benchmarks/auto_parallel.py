@@ -56,9 +56,13 @@ MOE_SIZES = {  # hidden size, layers, heads, experts
     8: ("2.4B", 1024, 16, 16, 16), 16: ("10B", 1536, 16, 16, 32), 32: ("27B", 2048, 16, 16, 48),
     64: ("70B", 2048, 32, 16, 64),
 }  # fmt: skip
+THIN_SIZES = {8: ("1.2B", 1024, 96, 16), 16: ("2.4B", 1024, 192, 16), 32: ("5.4B", 1536, 192, 16)}
+"""As deep and narrow transformers as no paper trains: many places to cut, small products."""
 PAPER_BATCH = 1024
 MEGATRON = frozenset({"tensor_parallel", "pipeline", "data_parallel", "recompute", "mixed_precision", "fused_layers"})
 DEEPSPEED = frozenset({"zero", "data_parallel", "expert_parallel", "recompute", "mixed_precision", "fused_layers"})
+STAGES_AND_DATA = frozenset({"pipeline", "data_parallel", "recompute", "mixed_precision", "fused_layers"})
+"""Alpa's PP-DP: stages and data parallelism without sharding operators."""
 LATER = frozenset({"flash_attention", "fp8"})
 """Techniques that the paper's systems did not have."""
 
@@ -155,30 +159,32 @@ def v100_cluster(devices: int) -> Cluster:
 
 def paper_model(kind: str, devices: int) -> ModelSpec:
     """The model that the paper trains on so many devices."""
-    if kind == "gpt":
-        size, hidden, layers, heads = GPT_SIZES[devices]
+    if kind != "moe":
+        size, hidden, layers, heads = (GPT_SIZES if kind == "gpt" else THIN_SIZES)[devices]
         more: dict[str, Any] = {"vocab_size": 51200}
     else:
         size, hidden, layers, heads, experts = MOE_SIZES[devices]
         more = {"vocab_size": 32000, "num_experts": experts, "experts_per_token": 2, "moe_every": 2}
     return ModelSpec(
         name=f"{kind}-{size}", family="gpt2", hidden_size=hidden, num_layers=layers, num_heads=heads,
-        num_kv_heads=heads, head_dim=hidden // heads, intermediate_size=(4 if kind == "gpt" else 8) * hidden,
+        num_kv_heads=heads, head_dim=hidden // heads, intermediate_size=(8 if kind == "moe" else 4) * hidden,
         max_positions=1024, norm="layernorm", activation="gelu_tanh", gated=False, position="learned", qkv_bias=True,
         out_bias=True, mlp_bias=True, **more,
     )  # fmt: skip
 
 
 def alpa(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Found plans beside the best of Megatron-LM's techniques (GPT) or DeepSpeed's (mixtures of experts)."""
-    for kind, sizes, baseline in (("gpt", GPT_SIZES, MEGATRON), ("moe", MOE_SIZES, DEEPSPEED)):
+    """Found plans beside the best of Megatron-LM's techniques (GPT), DeepSpeed's (mixtures of experts), or stages and
+    data parallelism (deep and narrow)."""
+    for kind, sizes, named, baseline in (("gpt", GPT_SIZES, "Megatron-LM", MEGATRON),
+                                         ("moe", MOE_SIZES, "DeepSpeed", DEEPSPEED),
+                                         ("thin", THIN_SIZES, "PP-DP", STAGES_AND_DATA)):  # fmt: skip
         for devices in sizes:
             q = _question(paper_model(kind, devices), v100_cluster(devices), PAPER_BATCH, forbid=LATER)
             a = auto_parallel(q, "alpa", args.workers)
             best = search(_question(q.model, q.cluster, PAPER_BATCH, only=baseline), args.workers).best
             theirs = best[0] if best else None
-            row: dict[str, Any] = {"model": q.model.name, "devices": devices,
-                                   "baseline": "Megatron-LM" if kind == "gpt" else "DeepSpeed"}  # fmt: skip
+            row: dict[str, Any] = {"model": q.model.name, "devices": devices, "baseline": named}
             if a is not None:
                 row |= {"alpa_s": a.step, "seconds": a.seconds, "plan": a.experiment.plan.strings(),
                         "micro_batch_size": a.experiment.micro_batch_size, "gain": a.gain,

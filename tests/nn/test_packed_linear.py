@@ -64,7 +64,16 @@ def test_every_form_is_the_expanded_weight(bits, symmetric, kernels, monkeypatch
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
     ("out", "width", "group"),
-    [(33, 96, 96), (5, 37, 37), (64, 1024, 512), (70, 328, 328), (31, 1056, 352), (97, 2112, 2112)],
+    [
+        (33, 96, 96),
+        (5, 37, 37),
+        (64, 1024, 512),
+        (70, 328, 328),
+        (31, 1056, 352),
+        (97, 2112, 2112),
+        (70, 100, 100),
+        (64, 33, 33),
+    ],
 )
 @compiled
 def test_tiles_of_every_number_of_rows_and_uneven_shapes(bits, out, width, group):

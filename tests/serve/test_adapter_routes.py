@@ -90,6 +90,7 @@ def test_only_the_admin_changes_adapters(server, adapter):
     status, _, text = admin(server, "load", lora_name="x", lora_path="/nowhere")
     assert status == 404
     assert "nowhere" in error(text)["message"]
+    assert admin(server, "load", lora_name="x", lora_path="a" * 300)[0] == 404
     assert admin(server, "load", lora_name="tiny", lora_path=str(adapter))[0] == 400
 
 

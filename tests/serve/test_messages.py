@@ -174,6 +174,7 @@ def test_reasoning_is_a_block(server, tools, monkeypatch):  # noqa: F811
     tools("hermes", "<think>\nSo.\n</think>\n\nYes", "{{ messages[0].content }}")
     monkeypatch.setattr(server.service, "reasons", True)
     monkeypatch.setattr(type(server.service), "_begun", lambda *a: False)  # the grammar above is the test's own
+    monkeypatch.setattr(type(server.service), "_with_reasoning", lambda service, sampling, *_: sampling)
     made = message(server, max_tokens=60)
     assert [(b["type"], b[b["type"]]) for b in made["content"]] == [("thinking", "So."), ("text", "Yes")]
     assert plain(streamed(server, max_tokens=60)) == plain(made)

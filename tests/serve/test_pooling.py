@@ -12,6 +12,7 @@ from tests.serve.running import running
 from tests.serve.test_classify import classifier, theirs  # noqa: F401 (a fixture)
 from tests.serve.test_reliability import call, error
 
+from ridgeline.serve import reading
 from ridgeline.serve.checkpoint_settings import Options, dimensions_of, pooling_of, prompts_of
 from ridgeline.serve.fields import MAX_INPUTS
 from ridgeline.serve.queue_limits import QueueLimits
@@ -76,6 +77,12 @@ def test_one_embedding_for_each_token(server):
     torch.testing.assert_close(numbers.view(states.shape), states, rtol=1e-3, atol=1e-4)
 
 
+def test_the_numbers_of_an_answer_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(reading, "MOST_NUMBERS", 3 * server.engine.spec.hidden_size)
+    assert len(asked(server, "/pooling", input=[1, 2, 3], task="token_embed")["data"][0]["data"]) == 3
+    refused(server, "/pooling", {"input": [1, 2, 3, 4], "task": "token_embed"}, "input")
+
+
 def test_prompts_are_padded_to_the_context(server, monkeypatch):
     monkeypatch.setattr(server.service, "special", {"pad_token": "<|mask|>"})
     monkeypatch.setattr(server.service, "pooling", "last")
@@ -86,6 +93,8 @@ def test_prompts_are_padded_to_the_context(server, monkeypatch):
     assert found["usage"]["prompt_tokens"] == length
     assert found["data"][0]["embedding"] == pytest.approx(same["data"][0]["embedding"], abs=1e-4)
     assert asked(server, "/v1/embeddings", input="x", padding="do_not_pad")["usage"]["prompt_tokens"] < 9
+    monkeypatch.setattr(reading, "MOST_PADDED", 2 * length - 1)
+    refused(server, "/v1/embeddings", {"input": ["a", "b"], "padding": "max_length"}, "padding")
     monkeypatch.setattr(server.service, "special", {})
     refused(server, "/v1/embeddings", {"input": "x", "padding": "max_length"}, "padding")
 
@@ -117,12 +126,13 @@ def test_texts_are_cut_as_cohere_has_it(server):
         assert found == pytest.approx(asked(server, "/v1/embeddings", input=kept)["data"][0]["embedding"], abs=1e-4)
     short = asked(server, "/v2/embed", texts=[long], max_tokens=3)
     assert short["meta"]["billed_units"]["input_tokens"] == 3
-    refused(server, "/v2/embed", {"texts": [long], "truncate": "NONE"}, "input")
+    refused(server, "/v2/embed", {"texts": [long], "truncate": "NONE"}, "texts")
     refused(server, "/v2/embed", {"texts": ["one two three"], "truncate": "NONE", "max_tokens": 1}, "texts")
 
 
 @pytest.mark.parametrize(("body", "param"), [
     ({}, "texts"), ({"texts": ["a"], "inputs": [{"content": [{"type": "text", "text": "a"}]}]}, "texts"),
+    ({"texts": ["a"], "output_dimension": 7}, "output_dimension"),
     ({"images": ["x"]}, "images"), ({"texts": ["a"], "input_type": "none"}, "input_type"),
     ({"texts": ["a"], "embedding_types": ["int3"]}, "embedding_types"), ({"texts": []}, "texts"),
 ])  # fmt: skip

@@ -133,11 +133,12 @@ def test_usage_counts_reasoning_that_is_hidden_too(client, reasons):
 
 
 BEGIN, END = (1, 2), (3, 4)
+BYTES = [b"x", b"<th", b"ink>", b"</th", b"ink>", *[b"x"] * 5, b"</", b"think", b">\n"]
 
 
 def written(budget, thinking, wishes):
     """Tokens that a model writes which ``wishes`` for these, where nothing is due."""
-    limit, out = ReasoningGrammar(BEGIN, END, thinking, budget), []
+    limit, out = ReasoningGrammar(BYTES, BEGIN, END, thinking, budget), []
     for wish in wishes:
         due = limit.fork().allowed()
         assert due == limit.allowed()
@@ -180,15 +181,23 @@ class Exactly:
     (False, [1, 9, 9, 9, 3, 4, 9, 9, 9], [1, 2, 9, 9, 3, 4, 5, 6, 7]),
     (True, [9, 9, 3, 4, 9, 9, 9], [9, 9, 3, 4, 5, 6, 7]),
     (True, [9] * 9, [9, 9, 9, 9, 3, 4, 5, 6, 7]),  # a budget of four
+    (True, [9, 10, 11, 12, 9, 9, 9], [9, 10, 11, 12, 5, 6, 7]),  # a marker of other tokens
 ])  # fmt: skip
 def test_what_is_kept_is_the_answer_after_the_reasoning(thinking, wishes, expected):
-    grammar, out = ReasoningGrammar(BEGIN, END, thinking, 4, Exactly([5, 6, 7])), []
+    grammar, out = ReasoningGrammar(BYTES, BEGIN, END, thinking, 4, Exactly([5, 6, 7])), []
     for wish in wishes:
         allowed = grammar.fork().allowed()
         assert allowed == grammar.allowed()
         out.append(wish if allowed is None or wish in allowed else allowed[0])
         grammar.accept(out[-1])
     assert out == expected
+
+
+def test_an_answer_may_begin_as_the_marker_does():
+    grammar = ReasoningGrammar(BYTES, BEGIN, END, False, None, Exactly([1, 7]))
+    for token in (1, 7):
+        assert grammar.allowed() == [token]
+        grammar.accept(token)
 
 
 @pytest.mark.parametrize("source", [OPEN, PLAIN, CLOSED])

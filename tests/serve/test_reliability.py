@@ -329,6 +329,7 @@ def test_metrics_are_prometheus_text_and_add_up(folder):
         assert samples["vllm:inter_token_latency_seconds_count", model] == 3 * 4
         assert samples["vllm:request_params_max_tokens_sum", model] == 15
         assert samples["vllm:iteration_tokens_total_sum", model] == prompts + 15
+        assert samples["vllm:request_prefill_time_seconds_sum", model] > 0
         whole = samples["vllm:e2e_request_latency_seconds_sum", model]
         parts = ("queue", "prefill", "decode")
         assert sum(samples[f"vllm:request_{p}_time_seconds_sum", model] for p in parts) == pytest.approx(whole)

@@ -1,5 +1,6 @@
 """Responses, by the official client: whole, streamed, continued."""
 
+import asyncio
 import json
 import time
 
@@ -264,6 +265,37 @@ def test_the_events_of_a_background_response_are_read_again(client, server):
     quiet = client.responses.create(input="Hi", **OPTIONS)
     with pytest.raises(openai.BadRequestError, match="background and stream"):
         client.responses.retrieve(quiet.id, stream=True)
+
+
+def test_no_event_is_lost_to_a_slow_reader(server):
+    known = Responses(server.service)
+    body = ResponseRequest.model_validate({"input": "Hi", "max_output_tokens": 3, "background": True, "stream": True})
+    prepared = known.prepare(body, b"")
+    running = responses._Running(responses.Writer(prepared), None)
+    known._running[prepared.owner, prepared.id] = running
+
+    async def read():
+        got = []
+        async for event in known.follow(prepared.id, b"", -7):
+            got.append(event["n"])
+            if len(got) < 5:  # while a reader holds an event more come, and the response ends
+                running.events += [{"n": 2 * len(got)}, {"n": 2 * len(got) + 1}]
+                running.tell()
+            elif len(got) == 5:
+                known._running.clear()
+                running.tell()
+        return got
+
+    running.events += [{"n": 0}, {"n": 1}]
+    assert asyncio.run(asyncio.wait_for(read(), 20)) == list(range(10))
+
+
+def test_what_nobody_expected_fails_a_background_response(client, server, monkeypatch):
+    monkeypatch.setattr(responses.Writer, "read", lambda *_: 1 / 0)
+    begun = client.responses.create(input="Hi", background=True, **OPTIONS)
+    made = ended(client, begun.id)
+    assert (made.status, made.error.code) == ("failed", "server_error")
+    server.wait(lambda: not server.engine.groups)
 
 
 def test_a_failed_background_response_says_so(folder):

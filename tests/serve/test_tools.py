@@ -132,11 +132,16 @@ PLAIN = [
     ("granite", "no <|tool_call"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>nothing"),
     ("pythonic", "[1, 2] and more"),
+    ("pythonic", "[]"),
+    ("pythonic", "[now(x={1, 2}), now(y=b'a')]"),
+    ("pythonic", "[now(x=1e999)]"),
+    ("pythonic", '[now(x="\\ud800")]'),
     ("pythonic", "[weather('Rome')]"),
     ("pythonic", "weather(city='Rome')"),
     ("olmo3", "<function_calls>1 + 1</function_calls>"),
     ("qwen3_coder", "<tool_call>{}</tool_call>"),
     ("openai", "no channel at all"),
+    ("openai", "Use <|foo|> like this."),
 ]
 PLAIN = [
     ("hermes", "No <tool> here <tool_cal"),
@@ -148,11 +153,16 @@ PLAIN = [
     ("granite", "no <|tool_call"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>nothing"),
     ("pythonic", "[1, 2] and more"),
+    ("pythonic", "[]"),
+    ("pythonic", "[now(x={1, 2}), now(y=b'a')]"),
+    ("pythonic", "[now(x=1e999)]"),
+    ("pythonic", '[now(x="\\ud800")]'),
     ("pythonic", "[weather('Rome')]"),
     ("pythonic", "weather(city='Rome')"),
     ("olmo3", "<function_calls>1 + 1</function_calls>"),
     ("qwen3_coder", "<tool_call>{}</tool_call>"),
     ("openai", "no channel at all"),
+    ("openai", "Use <|foo|> like this."),
 ]
 
 
@@ -257,6 +267,31 @@ def test_channels_are_told_apart(client, server, tools, monkeypatch, text, conte
             ("now", "{}")
         ] * calls
         assert choice.message.reasoning_content == "I look."
+
+
+def test_schemas_of_any_kind_are_borne():
+    text = "<tool_call><function=f><parameter=a>1</parameter><parameter=b>x</parameter></function></tool_call>"
+    for schema in ({"properties": ["x"]}, {"properties": {"a": {"enum": 5}, "b": {"anyOf": None}}}, [], None):
+        (made,) = gather(FORMATS["qwen3_coder"].reader(str, True, {"f": schema}), text).calls
+        assert json.loads(made["function"]["arguments"]) == {"a": "1", "b": "x"}
+    (made,) = gather(
+        FORMATS["qwen3_coder"].reader(str, True, {"f": {"properties": {"a": {"type": "integer"}}}}), text
+    ).calls
+    assert json.loads(made["function"]["arguments"]) == {"a": 1, "b": "x"}
+
+
+@pytest.mark.parametrize(("parser", "text"), [
+    ("pythonic", "[now(x='{}')]"),
+    ("qwen3_coder", "<tool_call><function=now><parameter=x>{}</parameter></function></tool_call>"),
+])  # fmt: skip
+def test_a_long_argument_is_not_read_again_for_every_token(parser, text, monkeypatch):
+    reader, reads = FORMATS[parser].reader(str, True, {}), []
+    plain = reader._read
+    reader._read = lambda held: reads.append(held) or plain(held)
+    whole = text.format("a (b" * 5000)
+    pieces = [piece for at in range(0, len(whole), 4) for piece in reader.push(whole[at : at + 4])]
+    assert json.loads("".join(p.arguments for p in pieces)) == {"x": "a (b" * 5000}
+    assert len(reads) < 20
 
 
 def test_one_call_at_most(client, tools):

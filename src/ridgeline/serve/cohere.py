@@ -13,9 +13,9 @@ from ridgeline.serve.fields import MAX_INPUTS, Body, Number, Text
 from ridgeline.serve.http import Json
 from ridgeline.serve.pooled_bodies import EmbeddingRequest
 from ridgeline.serve.pooled_replies import unit
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.reading import Reading
 from ridgeline.serve.request import Invalid, Vector
-from ridgeline.serve.service import PreparedRequest
 
 Kind = Literal["float", "base64", "binary", "ubinary"]
 
@@ -53,12 +53,19 @@ class EmbedRequest(Body):
     """Most tokens of each text."""
     priority: Number = 0
 
+    def renamed(self, param: str) -> str:
+        """As :meth:`Body.renamed`."""
+        given = "inputs" if self.texts is None else "texts"
+        return {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens", "input": given}.get(
+            param, param
+        )
+
     def written(self) -> list[str]:
         """The texts. Raises :class:`Invalid` unless there is one of ``texts`` and ``inputs``."""
         if self.images is not None:
             raise Invalid("images", "are not read by this model", "give texts")
         if (self.texts is None) == (self.inputs is None):
-            raise Invalid("texts", "or inputs are needed, and not both", "give one")
+            raise Invalid("texts", "either texts or inputs are needed", "give one of them")
         if self.texts is not None:
             return self.texts
         return ["\n".join(part.text for part in one.content) for one in self.inputs or ()]
@@ -77,6 +84,9 @@ class Embed:
             known = f"give one of {', '.join(sorted(prompts))}" if prompts else "leave it out"
             raise Invalid("input_type", f"Unsupported input_type {body.input_type[:100]!r}", known)
         before = prompts[body.input_type] if body.input_type is not None else ""
+        width = body.output_dimension or self.reading.service.loop.engine.spec.hidden_size
+        if packed := next((kind for kind in body.embedding_types or () if kind.endswith("binary") and width % 8), None):
+            raise Invalid("embedding_types", f"{packed} packs eight numbers a byte, of {width}", "ask for float")
         most = body.max_tokens
         if body.truncate != "NONE" and (most is None or most > self.reading.service.max_model_len):
             most = -1
@@ -88,8 +98,8 @@ class Embed:
         if body.truncate == "NONE" and most is not None:
             long = next((job for job in prepared.jobs if len(job.request.prompt) > most), None)
             if long is not None:
-                what = f"hold one of {len(long.request.prompt)} tokens, of {most} at most"
-                raise Invalid("texts", what, "shorten it, or set truncate")
+                what = f"a text has {len(long.request.prompt)} tokens, more than max_tokens={most}"
+                raise Invalid(body.renamed("input"), what, "shorten it, or set truncate")
         return prepared
 
     def answer(self, prepared: PreparedRequest, found: Sequence[Vector], body: EmbedRequest) -> Json:
@@ -107,8 +117,6 @@ def _written(vector: list[float], kind: Kind) -> Any:
         return vector
     if kind == "base64":
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-    if len(vector) % 8:
-        raise Invalid("embedding_types", f"{kind} packs eight numbers a byte, of {len(vector)}", "ask for float")
     shift = 128 if kind == "binary" else 0
     return [
         sum((x >= 0) << (7 - i) for i, x in enumerate(vector[at : at + 8])) - shift for at in range(0, len(vector), 8)

@@ -324,7 +324,7 @@ class EngineLoop:
                     if stats.waiting or self.speed.blocked:  # it computed as many prompts as it could
                         self.speed.observe(read, time.monotonic() - began)
                     for event in events:
-                        self._read(event)
+                        self._read(event, began)
                     self._note_started(began)
                 self.stats = self.engine.stats()
                 self._send()
@@ -403,9 +403,11 @@ class EngineLoop:
         with self._wake:
             for request in [r for r in self._queue.waiting if self.engine.started(r)]:
                 del self._queue.waiting[request]
-                self._streams[request].scheduled = began
+                stream = self._streams[request]
+                stream.scheduled = stream.scheduled or began
 
-    def _read(self, event: OutputEvent) -> None:
+    def _read(self, event: OutputEvent, began: float) -> None:
+        """An event of the step that ``began`` then."""
         stream = self._streams.get(event.request)
         if stream is None:  # aborted
             return
@@ -431,7 +433,7 @@ class EngineLoop:
             self.metrics.output(delta, stream.first.get(event.request, now), now)
         if not job.open:
             first = stream.first.get(event.request, now)
-            scheduled = min(stream.scheduled or first, first)
+            scheduled = min(stream.scheduled or began, first)
             self.metrics.request(delta, job.request, (stream.submitted, scheduled, first, now))
             self._forget(event.request)
 

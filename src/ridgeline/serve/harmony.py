@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ridgeline.serve.request import Finish
-from ridgeline.serve.tool_calls import LONGEST_NAME, Piece, Tools
+from ridgeline.serve.tool_calls import Piece, Tools
 
 if TYPE_CHECKING:
     from ridgeline.serve.detokenize import Vocabulary
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-_TO = re.compile(r"\bto=functions\.([^\s<]+)")
+_TO = re.compile(r"\bto=(?:functions\.([^\s<]+)|[^\s<]+)")
 _REASONING = "analysis"
 
 
@@ -63,7 +63,9 @@ class ChannelReader:
             name = _TO.search(header)
             channel = header.rpartition(CHANNEL)[2].split()
             self._held = rest
-            if name is not None:
+            if name is not None and name[1] is None:
+                self._kind = "dropped"  # a tool of the model's maker, which nobody runs here
+            elif name is not None:
                 self._kind = "call" if self._parallel or not self._count else "dropped"
                 if self._kind == "call":
                     found.append(Piece(call=self._count, id=self._make_id(), name=name[1]))
@@ -71,10 +73,12 @@ class ChannelReader:
             else:
                 self._kind = "reasoning" if channel[:1] == [_REASONING] else "text"
             return True
-        if last or (len(header) > LONGEST_NAME and "<|" not in header):  # not in channels
+        begun = header.lstrip().startswith(("<|channel|>", "<|start|>", "assistant", "to="))
+        if last and begun:  # cut off within a header
+            self._held = ""
+            return False
+        if last or (header.strip() and not begun and not _may_begin(header.lstrip())):  # not in channels
             self._kind = "text"
-            if last and "<|" in header:  # cut off within a header
-                self._held = ""
             return True
         return False
 
@@ -84,7 +88,7 @@ class ChannelReader:
         text = self._held[:at]
         if not end and not last:
             text = text[: len(text) - _begun(text)]
-        if text:
+        if text and self._kind != "dropped":
             found.append(self._piece(text))
         self._held = self._held[len(text) + len(end) :]
         if end:
@@ -94,7 +98,12 @@ class ChannelReader:
     def _piece(self, text: str) -> Piece:
         if self._kind == "call":
             return Piece(call=self._count - 1, arguments=text)
-        return Piece(reasoning=text) if self._kind == "reasoning" else Piece("" if self._kind == "dropped" else text)
+        return Piece(reasoning=text) if self._kind == "reasoning" else Piece(text)
+
+
+def _may_begin(text: str) -> bool:
+    """Whether a header may begin with ``text``."""
+    return any(begin.startswith(text) for begin in (CHANNEL, "<|start|>", "assistant", "to="))
 
 
 def _begun(text: str) -> int:
@@ -121,7 +130,8 @@ class ChannelCount:
             if text == CHANNEL.encode() or text.decode(errors="replace") in ENDS:
                 self._header, self._inside = b"", False
             elif text == MESSAGE.encode():
-                self._inside = (self._header or b"").split()[:1] == [_REASONING.encode()]
+                words = (self._header or b"").split()
+                self._inside = words[:1] == [_REASONING.encode()] and not any(w.startswith(b"to=") for w in words)
                 self._header = None
             elif self._header is not None:
                 self._header += text

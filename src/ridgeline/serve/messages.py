@@ -11,8 +11,9 @@ from ridgeline.serve.detokenize import Delta
 from ridgeline.serve.http import error_body
 from ridgeline.serve.message_bodies import Counted, MessageRequest
 from ridgeline.serve.output_stream import Failed, OutputStream
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.request import Busy
-from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.service import Service
 from ridgeline.serve.tool_calls import Piece
 
 Event = dict[str, Any]

@@ -14,9 +14,10 @@ from starlette.responses import Response
 
 from ridgeline.serve.http import Json
 from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, Encoded, PoolingRequest, Read
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.request import Vector
 from ridgeline.serve.scoring import RerankRequest, ScoreRequest
-from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.service import Service
 
 Vectors = Sequence[Any]
 """Of all inputs, in order: [H] or [labels] each; or [tokens, H or labels]."""

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field
 from ridgeline.serve.detokenize import ServeJob
 from ridgeline.serve.fields import prompts_of
 from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, Given, PoolingRequest, Read
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.request import EngineRequest, Invalid
 from ridgeline.serve.scoring import RerankRequest, ScoreRequest
-from ridgeline.serve.service import PreparedRequest, Service, salt_of
+from ridgeline.serve.service import Service, salt_of
+
+MOST_PADDED = 1 << 20
+"""Largest number of tokens of all prompts of a body that are padded."""
+MOST_NUMBERS = 1 << 23
+"""Largest number of numbers in an answer with results of every token."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,11 @@ class Reading:
                 raise Invalid(name, "has an effect on embeddings only", "leave it out")
         self._cuttable(body.dimensions)
         each = body.task is not None and body.task.startswith("token_")
-        return self._read("pooling", body, self._inputs(body), key, classify, body.cache_salt, each)
+        prompts, spec = self._inputs(body), self.service.loop.engine.spec
+        numbers = sum(len(p.tokens) for p in prompts) * (spec.num_labels if classify else spec.hidden_size)
+        if each and numbers > MOST_NUMBERS:
+            raise Invalid("input", f"makes {numbers} numbers, of {MOST_NUMBERS} at most", "ask in several requests")
+        return self._read("pooling", body, prompts, key, classify, body.cache_salt, each)
 
     def scored(self, body: ScoreRequest | RerankRequest, key: bytes) -> PreparedRequest:
         """The jobs of the texts that are compared: the first ones of all pairs, then the second ones; or of the pairs,
@@ -102,6 +112,9 @@ class Reading:
             pad = service.vocabulary.tokenizer.token_to_id(service.special.get("pad_token", ""))
             if pad is None:
                 raise Invalid("padding", "needs a padding token, which this tokenizer lacks", "leave it out")
+            if len(found) * service.max_model_len > MOST_PADDED:
+                what = f"makes {len(found)} prompts of {service.max_model_len} tokens, of {MOST_PADDED} tokens at most"
+                raise Invalid("padding", what, "ask in several requests")
             found = [prompt + [pad] * (service.max_model_len - len(prompt)) for prompt in found]
         return [Prompt(prompt) for prompt in found]
 

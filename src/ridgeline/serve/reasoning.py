@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ridgeline.serve.detokenize import Vocabulary
 
 BEGIN, END = "<think>", "</think>"
+LONGEST_TOKEN = 256
+"""Bytes of the end of a text in which a marker is looked for."""
 CHANNEL_REASONING = "openai_gptoss"
 PARSERS = ("deepseek_r1", "deepseek_v3", "qwen3", "olmo3", CHANNEL_REASONING)
 """By vLLM's names. Whether the prompt or the model begins the reasoning is seen from the prompt, so one reader does for
@@ -81,13 +83,16 @@ class ReasoningGrammar:
     """A :class:`ridgeline.serve.request.Grammar` that ends the reasoning in time, and keeps the answer after it."""
 
     def __init__(
-        self, begin: tuple[int, ...], end: tuple[int, ...], thinking: bool, budget: int | None = None,
-        answer: Grammar | None = None,
+        self, vocabulary: Sequence[bytes], begin: tuple[int, ...], end: tuple[int, ...], thinking: bool,
+        budget: int | None = None, answer: Grammar | None = None,
     ) -> None:  # fmt: skip
-        """``begin``, ``end``: the markers' tokens; ``thinking``: the prompt ends within the reasoning; ``budget``: most
-        tokens of it; ``answer``: what the answer must be, which need not follow any reasoning."""
-        self._begin, self._end, self._budget, self._answer = begin, end, budget, answer
-        self._recent: tuple[int, ...] = ()
+        """``vocabulary``: the bytes of each token; ``begin``, ``end``: the markers' tokens, as they are written where
+        they are due; ``thinking``: the prompt ends within the reasoning; ``budget``: most tokens of it; ``answer``:
+        what the answer must be, which need not follow any reasoning."""
+        self._vocabulary, self._begin, self._end = vocabulary, begin, end
+        self._budget, self._answer = budget, answer
+        self._recent = b""
+        """The end of the text, since the last marker."""
         self._spent = 0
         self._thinking = thinking
         self._first = not thinking
@@ -108,24 +113,27 @@ class ReasoningGrammar:
         if self._thinking or self._answer is None:
             return None
         found = self._answer.allowed()
-        return [*found, self._begin[0]] if self._first and found is not None else found
+        if self._first and found is not None and self._begin[0] not in found:
+            return [*found, self._begin[0]]
+        return found
 
     def accept(self, token: int) -> None:
         """As the protocol says."""
         first, self._first = self._first, False
-        self._recent = (*self._recent, token)[-max(len(self._begin), len(self._end)) :]
+        self._recent = (self._recent + self._vocabulary[token])[-LONGEST_TOKEN:]
         if self._due:
             self._due.pop(0)
             if not self._due:
                 self._turn(not self._thinking)
         elif self._thinking:
             self._spent += 1
-            self._thinking = self._recent[-len(self._end) :] != self._end
+            if END.encode() in self._recent:  # however its tokens are cut
+                self._turn(False)
             self._stop_in_time()
         elif self._answer is None:
-            if self._recent[-len(self._begin) :] == self._begin:
+            if BEGIN.encode() in self._recent:
                 self._turn(True)
-        elif first and token == self._begin[0]:
+        elif first and token == self._begin[0] and token not in (self._answer.allowed() or ()):
             self._due = list(self._begin[1:])
             if not self._due:
                 self._turn(True)
@@ -141,7 +149,7 @@ class ReasoningGrammar:
 
     def _turn(self, thinking: bool) -> None:
         """A marker has been written."""
-        self._thinking, self._spent = thinking, 0
+        self._thinking, self._spent, self._recent = thinking, 0, b""
         self._stop_in_time()
 
     def _stop_in_time(self) -> None:

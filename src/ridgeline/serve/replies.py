@@ -12,9 +12,9 @@ from ridgeline.serve.harmony import ChannelCount
 from ridgeline.serve.http import error_body
 from ridgeline.serve.openai import Sampled
 from ridgeline.serve.output_stream import Failed, OutputStream
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.reasoning import ReasoningCount
 from ridgeline.serve.request import Busy, TokenLogprob
-from ridgeline.serve.service import PreparedRequest
 from ridgeline.serve.tool_calls import Reader, gather
 
 Choice = dict[str, Any]

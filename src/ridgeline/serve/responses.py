@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -14,14 +15,17 @@ from typing import Any
 from ridgeline.serve.chat import CalledFunction, Message, ToolCall, is_object
 from ridgeline.serve.detokenize import Delta, Entry
 from ridgeline.serve.output_stream import Failed, OutputStream
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.replies import chat_logprobs
 from ridgeline.serve.request import Busy, Invalid, NotFound
 from ridgeline.serve.response_bodies import ResponseRequest
-from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.service import Service
 from ridgeline.serve.tool_calls import Piece
 
+log = logging.getLogger("ridgeline.serve")
 KEPT, KEPT_TEXT = 1024, 1 << 26
-"""Limits on the number of stored responses, and on the characters of these and their talks; the oldest go first."""
+"""Limits on the number of stored responses, and on the characters of these and their conversations; the oldest go
+first."""
 
 _EVENTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Items of text, and how their parts and events are named."""
@@ -71,7 +75,7 @@ class _Running:
         return {**found, "status": "queued"} if waits else found
 
     def tell(self) -> None:
-        """Wake who follows."""
+        """Wake the followers."""
         self.more.set()
         self.more = asyncio.Event()
 
@@ -109,7 +113,7 @@ class Responses:
         )  # fmt: skip
 
     def get(self, name: str, key: bytes) -> dict[str, Any]:
-        """A response of this key, stored or in the making. Raises :class:`NotFound`."""
+        """A response of this key, stored or in progress. Raises :class:`NotFound`."""
         at = hashlib.sha256(key).digest(), name
         if (running := self._running.get(at)) is not None:
             return running.response()
@@ -121,7 +125,7 @@ class Responses:
         return stored
 
     def delete(self, name: str, key: bytes) -> None:
-        """Forget a response of this key; one in the making ends. Raises :class:`NotFound`."""
+        """Forget a response of this key; one in progress ends. Raises :class:`NotFound`."""
         at = hashlib.sha256(key).digest(), name
         if at in self._running:
             self._cancel(at)
@@ -161,6 +165,11 @@ class Responses:
                 if prepared.body.stream:
                     running.events.append(event)
                     running.tell()
+        except Exception:
+            log.exception("a response in the background failed")
+            writer.fail("the server failed; its log says why")
+            if prepared.body.stream:
+                running.events.append(_failed(writer, len(running.events)))
         finally:
             self.service.loop.cancel(running.stream)
             if self._running.pop((prepared.owner, prepared.id), None) is not None:
@@ -177,12 +186,12 @@ class Responses:
             raise Invalid("stream", "is for responses made with background and stream", "retrieve it without")
 
         async def listed() -> AsyncGenerator[Event, None]:
-            number = after + 1
+            number = max(0, after + 1)
             while True:
-                for event in events[number:]:
-                    yield event
+                while number < len(events):
+                    yield events[number]
                     number += 1
-                if self._running.get(at) is not running or running is None:
+                if running is None or self._running.get(at) is not running:
                     return
                 await running.more.wait()
 
@@ -209,8 +218,8 @@ class Responses:
                 yield {**event, "sequence_number": number}
                 number += 1
         except (Failed, Busy) as e:
-            writer.status, writer.error = "failed", str(e)
-            yield {"type": "response.failed", "response": writer.response(), "sequence_number": number}
+            writer.fail(str(e))
+            yield _failed(writer, number)
 
     async def _written(self, writer: Writer, stream: OutputStream) -> AsyncIterator[Event]:
         for kind in ("created", "in_progress"):
@@ -230,6 +239,10 @@ class Responses:
         self._size += stored.size
         while len(self._stored) > KEPT or self._size > KEPT_TEXT:
             self._size -= self._stored.popitem(last=False)[1].size
+
+
+def _failed(writer: Writer, number: int) -> Event:
+    return {"type": "response.failed", "response": writer.response(), "sequence_number": number}
 
 
 class Writer:
@@ -273,6 +286,10 @@ class Writer:
         yield from self._close("incomplete" if delta.finish == "length" else "completed")
         if not self.error:
             self.status = "incomplete" if delta.finish == "length" else "completed"
+
+    def fail(self, why: str) -> None:
+        """End the response with an error."""
+        self.status, self.error = "failed", why
 
     def cancel(self) -> None:
         """End the response as it is."""

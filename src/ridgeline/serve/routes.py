@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -22,12 +23,13 @@ from ridgeline.serve.messages import Messages
 from ridgeline.serve.openai import Completion, Detokenize, LoadAdapter, UnloadAdapter
 from ridgeline.serve.output_stream import OutputStream
 from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, PoolingRequest
+from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.reading import Reading
 from ridgeline.serve.request import Invalid, Vector
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
 from ridgeline.serve.scoring import PAIRS, RerankRequest, ScoreRequest
-from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.service import Service
 from ridgeline.serve.transfer.secret import HEADER
 
 T = TypeVar("T")
@@ -60,11 +62,18 @@ async def submitted(
     loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], P], body: T
 ) -> tuple[P, OutputStream]:
     """Prepare off the event loop, and submit. Errors name the fields of ``body``."""
-    try:
+    with _named_as_in(body):
         prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
         if loop.member is not None:
             loop.member.assign(prepared.jobs, request.headers.get(HEADER))
         return prepared, await loop.submit(prepared.jobs)
+
+
+@contextlib.contextmanager
+def _named_as_in(body: Any) -> Iterator[None]:
+    """Errors name the fields of ``body`` that the engine's come from."""
+    try:
+        yield
     except Invalid as e:
         if isinstance(body, Body) and (param := body.renamed(e.param)) != e.param:
             raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix, e.code) from None
@@ -107,8 +116,9 @@ async def read(
     """Prepare off the event loop, pool all prompts, respond; aborted when the client disconnects."""
 
     async def work() -> Response:
-        prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
-        found = await loop.vectors(prepared.jobs)
+        with _named_as_in(body):
+            prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
+            found = await loop.vectors(prepared.jobs)
         return await asyncio.to_thread(write, prepared, found)
 
     try:

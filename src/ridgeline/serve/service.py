@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,9 +20,10 @@ from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.engine_loop import ASLEEP, EngineLoop
 from ridgeline.serve.fields import Side, prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
-from ridgeline.serve.harmony import ChannelCount, ChannelReader
+from ridgeline.serve.harmony import ChannelReader
 from ridgeline.serve.openai import Completion, Sampled
-from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ReasoningCount, ReasoningGrammar
+from ridgeline.serve.prepared_request import PreparedRequest
+from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ReasoningGrammar
 from ridgeline.serve.request import SHORTEN, TOO_LONG, Busy, EngineRequest, Invalid, NotFound, Pooling, Sampling
 from ridgeline.serve.tool_calls import LIST, Calls, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
@@ -45,46 +47,6 @@ class Conversation(Protocol):
 
 class NoModel(UserError):
     """A model that is not served."""
-
-
-@dataclass
-class PreparedRequest:
-    """A parsed request, ready for the engine."""
-
-    id: str
-    model: str
-    jobs: list[ServeJob]
-    echo: bool = False
-    texts: list[str] = field(default_factory=list)
-    """The prompts as text, where they are echoed; of a chat, the text that its answer begins with."""
-    silent: bool = False
-    """``max_tokens`` is 0: only the prompt's log-probabilities are requested."""
-    reader: Callable[[], Reader] | None = None
-    """Makes what finds the calls of functions in one output; None: it is text."""
-    reasoning: bool | None = None
-    """Whether the prompt ends within reasoning; None: reasoning is not told apart."""
-    channels: bool = False
-    """Whether reasoning comes in a channel of its own, and not between ``<think>`` and ``</think>``."""
-    hides_reasoning: bool = False
-    timed: bool = False
-    """Whether the answer tells when its tokens came."""
-    prompt_logprobs: int | None = None
-    """How many of the likeliest tokens to report at each place of the prompt."""
-    token_ids: bool = False
-    """Whether tokens are reported by their ids."""
-    named_by_id: bool = False
-    """Whether log-probabilities are."""
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def reasoning_count(self) -> ReasoningCount | ChannelCount:
-        """Counts the tokens of one output that are reasoning."""
-        vocabulary = self.jobs[0].vocabulary
-        return ChannelCount(vocabulary) if self.channels else ReasoningCount(vocabulary, bool(self.reasoning))
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts."""
-        return sum(len(job.request.prompt) for job in self.jobs)
 
 
 @dataclass(frozen=True)
@@ -204,7 +166,7 @@ class Service:
         if name == self.name or (name in self.adapters and not replace):
             fix = "choose another name" if name == self.name else "set load_inplace, unload it, or choose another name"
             raise Invalid("lora_name", f"{name!r} has already been loaded", fix)
-        if not await asyncio.to_thread(Path(path).is_dir):
+        if not await asyncio.to_thread(os.path.isdir, path):
             raise NotFound("lora_path", f"No adapter found for {name!r}: there is no folder {path}", "give its folder")
         await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path), replace))
         self.adapters[name] = path
@@ -377,7 +339,8 @@ class Service:
                               ("bad_words", not bad.isdisjoint(end))):  # fmt: skip
             if refused:
                 raise Invalid(name, f"does not let {END} be written, which ends the reasoning", "change it")
-        return replace(sampling, grammar=ReasoningGrammar(begin, end, begun, budget, sampling.grammar))
+        made = ReasoningGrammar(self.vocabulary.bytes, begin, end, begun, budget, sampling.grammar)
+        return replace(sampling, grammar=made)
 
     def _bad_words(self, body: Sampled) -> tuple[tuple[int, ...], ...]:
         """The token sequences of the words, alone and after a space."""

@@ -29,7 +29,7 @@ class PythonFormat:
 
     def reader(self, make_id: Callable[[], str], parallel: bool, tools: Tools) -> WrittenCalls:
         """Reads one output."""
-        return WrittenCalls(self.begin, self.end, _python, make_id, parallel, self.begin == "[", self.optional)
+        return WrittenCalls(self.begin, self.end, _python, make_id, parallel, ")", self.begin == "[", self.optional)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TagFormat:
         def read(text: str) -> tuple[int, str, dict[str, Any]] | None:
             return _tags(text, tools)
 
-        return WrittenCalls(self.begin, self.end, read, make_id, parallel)
+        return WrittenCalls(self.begin, self.end, read, make_id, parallel, ">")
 
 
 class WrittenCalls:
@@ -58,15 +58,20 @@ class WrittenCalls:
 
     def __init__(
         self, begin: str, end: str, read: Callable[[str], tuple[int, str, dict[str, Any]] | None],
-        make_id: Callable[[], str], parallel: bool, alone: bool = False, optional: tuple[str, ...] = (),
+        make_id: Callable[[], str], parallel: bool, closing: str, alone: bool = False,
+        optional: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """``read``: one call at the beginning of a text → its length, name and arguments; None: more must follow. It
-        raises ValueError where none is. ``alone``: calls are all of the text."""
+        raises ValueError where none is. ``closing``: a call ends with one of these characters. ``alone``: calls are all
+        of the text."""
         self._begin, self._end, self._read, self._make_id = begin, end, read, make_id
         self._parallel, self._alone, self._optional = parallel, alone, optional
         self._held, self._opened = "", ""
         self._count = 0
         self._state = "start" if alone else "text"
+        self._closing = closing
+        self._seen = ""
+        """What was read of a call that is not complete."""
 
     def push(self, text: str, last: bool = False) -> list[Piece]:
         """As :class:`ridgeline.serve.tool_calls.Reader`."""
@@ -110,21 +115,30 @@ class WrittenCalls:
 
     def _calls(self, found: list[Piece], last: bool) -> bool:
         held = self._held.lstrip(", \t\r\n")
+        if held.startswith(self._end) and self._opened:
+            return self._give_up(found)  # none at all
         if held.startswith(self._end):
             self._held, self._opened, self._state = held[len(self._end) :], "", "text"
             return True
         if not last and self._end.startswith(held):
             return False
+        if self._seen and not last and not any(c in held[len(self._seen) :] for c in self._closing):
+            self._seen = held
+            return False
         try:
             made = self._read(held)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            written = "" if made is None else json.dumps(made[2], ensure_ascii=False, allow_nan=False)
+            written.encode()
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return self._give_up(found)
         if made is None:
+            self._seen = held
             return self._give_up(found) if last else False
-        size, name, arguments = made
+        self._seen = ""
+        size, name, _ = made
         if self._parallel or not self._count:
             found.append(Piece(call=self._count, id=self._make_id(), name=name))
-            found.append(Piece(call=self._count, arguments=json.dumps(arguments, ensure_ascii=False)))
+            found.append(Piece(call=self._count, arguments=written))
         self._count += 1
         self._held, self._opened = held[size:], ""
         return True
@@ -133,7 +147,7 @@ class WrittenCalls:
         """What looked like a call is text; calls may follow."""
         if self._opened:
             found.append(Piece(self._opened))
-        self._opened, self._state = "", "text"
+        self._opened, self._seen, self._state = "", "", "text"
         return True
 
 
@@ -199,7 +213,9 @@ def _tags(text: str, tools: Tools) -> tuple[int, str, dict[str, Any]] | None:
     made = _FUNCTION.match(text)
     if made is None:
         return None
-    properties = (tools.get(made[1]) or {}).get("properties") or {}
+    schema = tools.get(made[1])
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    properties = properties if isinstance(properties, dict) else {}
     arguments = {
         name: _typed(value.removeprefix("\n").removesuffix("\n"), properties.get(name))
         for name, value in _PARAMETER.findall(made[2])
@@ -209,9 +225,11 @@ def _tags(text: str, tools: Tools) -> tuple[int, str, dict[str, Any]] | None:
 
 def _typed(text: str, schema: Any) -> Any:
     """A value as ``schema`` has it: a text stays one."""
-    kinds = schema.get("type") if isinstance(schema, dict) else "string"
-    if kinds is None and ("enum" not in schema or all(isinstance(value, str) for value in schema["enum"])):
-        kinds = [part.get("type") for part in schema.get("anyOf", ()) if isinstance(part, dict)] or "string"
+    kinds: Any = "string"
+    if isinstance(schema, dict):
+        kinds, values, parts = (schema.get(name) for name in ("type", "enum", "anyOf"))
+        if kinds is None and not (isinstance(values, list) and not all(isinstance(v, str) for v in values)):
+            kinds = [p.get("type") for p in parts if isinstance(p, dict)] if isinstance(parts, list) else "string"
     if kinds == "string" or (isinstance(kinds, list) and "string" in kinds and text != "null"):
         return text
     try:

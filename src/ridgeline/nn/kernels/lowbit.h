@@ -209,8 +209,9 @@ inline void team_code(const Inputs& in, const void* x, int tx, bool exact, Scrat
 // Called by every thread of a team, which may return before the others have.
 template <class W>
 void team_product(const Weight& t, const Inputs& in, const Output& o, Scratch& own) {
+  constexpr int64_t inputs = kFour * W::kSteps;
   const int64_t tiles = (t.out + kTile - 1) / kTile, numbers = t.scales * kTile;
-  const int64_t slab = even_part(in.rows, kSlab), bytes = in.steps / W::kSteps * kFour * kTile;
+  const int64_t slab = even_part(in.rows, kSlab), bytes = (in.width + inputs - 1) / inputs * kFour * kTile;
   float *scale = at_least(own.scale, numbers), *zero = t.zero ? at_least(own.zero, numbers) : nullptr;
   const int64_t piece = in.rows > kRows ? std::max<int64_t>(1, kPiece * in.groups / bytes) : in.groups;
   float* sums = at_least(own.sums, slab * kTile);
