@@ -307,7 +307,7 @@ def test_a_found_plan_can_be_predicted_and_planned_again(ridgeline, tmp_path):
     [
         ((*AUTO, "--method", "alph"), "did you mean 'alpa'?"),
         ((*AUTO, "--method", "alpa", "--goal", "memory"), "goals throughput and latency"),
-        (("plan", "gpt2", "--on", "4xa100-80g-sxm+2xxeon"), "other devices than GPUs"),
+        (("plan", "gpt2", "--on", "4xa100-80g-sxm+2xxeon"), "only GPUs can be combined"),
     ],
 )
 def test_questions_that_automatic_parallelization_refuses(ridgeline, args, says):

@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -235,15 +236,27 @@ def _named(table: dict[str, Any], name: str, entry: Any, where: str) -> Experime
 
 def save(e: Experiment, path: Path) -> Path:
     """Write a file that :func:`load` reads back to the same experiment, and beside it one for every device that the
-    catalog does not know."""
+    catalog does not know. Raises :class:`UserError` where the path of such a file would read as several devices."""
     on = []
     for part in e.cluster.parts or (e.cluster,):
-        name, label = part.device.name, part.label
+        label = part.label
         if not _known(part.device):
-            file = write_atomic(path.parent / f"{name}.toml", catalog.device_toml(part.device))
-            label = f"{label.removesuffix(name)}{file}"
+            text = catalog.device_toml(part.device)
+            file = _device_file(part.device.name, text, path)
+            if "+" in str(file) and e.cluster.size > 1:
+                raise UserError(f"'+' in {file} would separate devices in the saved plan",
+                                "choose a folder, and names of devices, without '+'")  # fmt: skip
+            label = f"{label.removesuffix(part.device.name)}{write_atomic(file, text)}"
         on.append(label)
     return write_atomic(path, to_toml(e, "+".join(on)))
+
+
+def _device_file(name: str, text: str, plan: Path) -> Path:
+    """The absolute path of a device's file beside ``plan``: numbered where its name is taken by other contents."""
+    folder = plan.parent.resolve()
+    files = (folder / (f"{name}.toml" if i == 1 else f"{name}-{i}.toml") for i in itertools.count(1))
+    taken = folder / plan.name
+    return next(f for f in files if f != taken and (not f.is_file() or f.read_bytes() == text.encode()))
 
 
 def _known(device: Device) -> bool:

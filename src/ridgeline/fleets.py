@@ -54,7 +54,7 @@ def _of_servers(table: dict[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"servers in {where} is no list of tables", "write [[servers]]")
     fleet = table.get("fleet", {})
     if isinstance(fleet, dict) and fleet.get("members"):
-        raise UserError(f"{where} has servers of other machines, of which it says nothing",
+        raise UserError(f"{where} lists members whose hardware it does not describe",
                         "describe the fleet with [[pools]] to predict it")  # fmt: skip
     policy = {"policy": fleet["policy"]} if isinstance(fleet, dict) and "policy" in fleet else {}
     pools = [_of_server(s, f"servers{i}", where) for i, s in enumerate(servers, 1)]

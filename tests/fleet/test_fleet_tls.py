@@ -174,8 +174,13 @@ def test_options_of_servers_that_are_the_fleets_own(tmp_path, ours):
     for members, server, says in (
         (["far.example"], "", "not an address"), (["http://far.example"], "", "not encrypted"),
         (["https://far.example"], "role = 'prefill'\n", "cannot fetch caches"),
+        (["https://"], "", "not an address"), (["https://h:99999"], "", "not an address"),
+        (["https://h:0"], "", "not an address"), (["https://[::1"], "", "not an address"),
+        (["HTTP://h"], "", "not encrypted"), (["https://h", "HTTPS://H:443/"], "", "listed twice"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=says):
             load_fleet(fleet_file(tmp_path, ours, f"checkpoint = '.'\n{server}", members=members))
+    different = ["HTTPS://a:1", "https://a:2", "https://[::1]:1"]
+    assert load_fleet(fleet_file(tmp_path, ours, members=different))[0].fleet.members == different
     with pytest.raises(UserError, match="--tls-clients"):
         Tls.of(ours.cert, ours.key, None, clients=True)

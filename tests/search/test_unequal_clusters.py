@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ridgeline import catalog, experiments
+from ridgeline.graph import Graph
 from ridgeline.predict import predict
+from ridgeline.predict.common import beyond_host
 from ridgeline.search import Question
 from ridgeline.search.auto.alpa import refiner
 from ridgeline.search.auto.explore import descend
@@ -29,7 +32,7 @@ def test_a_cluster_of_parts():
     assert (c.size, c.label) == (24, "2x8xa100-80g-sxm+8xrtx4090")
     assert [part.device.name for part in c.places(3)] == ["a100-80g-sxm", "a100-80g-sxm", "rtx4090"]
     assert catalog.cluster(c.label) == c
-    with pytest.raises(UserError, match="other devices than GPUs"):
+    with pytest.raises(UserError, match="only GPUs can be combined"):
         catalog.cluster("8xa100-80g-sxm+2xxeon")
 
 
@@ -96,3 +99,30 @@ def test_a_saved_plan_finds_its_devices_again(tmp_path):
     again = experiments.load(experiments.save(e, tmp_path / "plan" / "found.toml"))
     assert again.cluster == e.cluster
     assert again.plan == e.plan
+
+
+def test_devices_of_one_name_are_saved_apart_and_found_from_anywhere(tmp_path, monkeypatch):
+    for folder, flops in (("a", 1e14), ("b", 2e14)):
+        gpu = catalog.device("a100-80g-sxm").model_copy(update={"name": "mygpu", "peak_flops": {"bf16": flops}})
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mygpu.toml").write_text(catalog.device_toml(gpu), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    e = training("8xa/mygpu.toml+8xb/mygpu.toml", "pipeline:degree=2,layers=17+7")
+    plans = ("plans/found.toml", "plans/found.toml", "named/mygpu.toml")
+    files = [experiments.save(e, Path(plan)).resolve() for plan in plans]
+    assert sorted(f.name for f in Path("plans").iterdir()) == ["found.toml", "mygpu-2.toml", "mygpu.toml"]
+    monkeypatch.chdir("a")
+    assert [experiments.load(file).cluster for file in files] == [e.cluster] * 3
+    with pytest.raises(UserError, match=r"'\+' in .*mygpu.toml would separate devices"):
+        experiments.save(e, tmp_path / "c++" / "found.toml")
+    assert not (tmp_path / "c++").exists()
+    one = experiments.make("gpt2", str(tmp_path / "b" / "mygpu.toml"), {"kind": "generate"}, [])
+    assert experiments.load(experiments.save(one, tmp_path / "c++" / "found.toml")).cluster == one.cluster
+
+
+@pytest.mark.parametrize("on", [UNEQUAL, "8xrtx4090+8xa100-80g-sxm"])
+def test_the_host_memory_of_every_part_counts(on):
+    cluster = catalog.cluster(on)
+    short = beyond_host(Graph([], host_bytes=60 * 2**30), cluster)
+    assert "480.0 GiB of host memory per node, which has 476.8 GiB" in short
+    assert beyond_host(Graph([], host_bytes=59 * 2**30), cluster) == ""

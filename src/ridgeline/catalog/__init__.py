@@ -260,7 +260,7 @@ def cluster(text: str) -> Cluster:
     if "+" in text and not whole:
         parts = tuple(cluster(part) for part in text.split("+"))
         if any(part.device.kind != "gpu" for part in parts):
-            raise UserError(f"cluster {text!r} joins parts with other devices than GPUs", "name one of its parts")
+            raise UserError(f"cluster {text!r}: only GPUs can be combined in a cluster", "name one of its parts")
         return parts[0].model_copy(update={"parts": parts})
     nodes, per_node, name = (1, 1, text) if whole else split_cluster_name(text)
     if nodes < 1 or per_node < 1:

@@ -25,11 +25,12 @@ def rewritten(g: Graph, e: Experiment, techniques: list[Technique]) -> Graph:
 
 def beyond_host(g: Graph, cluster: Cluster) -> str:
     """Why the offloaded tensors of one node's ranks do not fit in its host's memory; empty if they fit."""
-    host, need = cluster.device.host, g.host_bytes * cluster.devices_per_node
-    if host is None or need <= host.memory_bytes:
-        return ""
-    return (f"needs {need / GIB:.1f} GiB of host memory per node, which has {host.memory_bytes / GIB:.1f} GiB"
-            f" ({host.name})")  # fmt: skip
+    for part in cluster.parts or (cluster,):
+        host, need = part.device.host, g.host_bytes * part.devices_per_node
+        if host is not None and need > host.memory_bytes:
+            return (f"needs {need / GIB:.1f} GiB of host memory per node, which has {host.memory_bytes / GIB:.1f} GiB"
+                    f" ({host.name})")  # fmt: skip
+    return ""
 
 
 _RECENT = 16
