@@ -15,6 +15,7 @@ nothing is compared.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -153,10 +154,15 @@ def _busy() -> tuple[float, float, float]:
     times = psutil.cpu_times()
     busy = sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
     me = psutil.Process()
+    ours = {p.pid: p for p in (me, *me.children(recursive=True))}
+    for p in psutil.process_iter(["cmdline", "create_time"]):  # a probe's ranks are nobody's children
+        if "ridgeline" in " ".join(p.info["cmdline"] or ()) and p.info["create_time"] >= me.create_time():
+            ours[p.pid] = p
     own = 0.0
-    for p in (me, *me.children(recursive=True)):
-        spent = p.cpu_times()
-        own += spent.user + spent.system + spent.children_user + spent.children_system
+    for p in ours.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            spent = p.cpu_times()
+            own += spent.user + spent.system + spent.children_user + spent.children_system
     return time.monotonic(), busy - own, own
 
 
