@@ -143,27 +143,6 @@ PLAIN = [
     ("openai", "no channel at all"),
     ("openai", "Use <|foo|> like this."),
 ]
-PLAIN = [
-    ("hermes", "No <tool> here <tool_cal"),
-    ("hermes", "<tool_call>{'name'}</tool_call>"),
-    ("hermes", '<tool_call>{"nom": "weather"}</tool_call> yes'),
-    ("llama3_json", '{"name": "Rome", "sights": 3}'),
-    ("llama3_json", "[1, 2]"),
-    ("mistral", "none [TOOL_CALLS]"),
-    ("granite", "no <|tool_call"),
-    ("deepseek_v3", "<｜tool▁calls▁begin｜>nothing"),
-    ("pythonic", "[1, 2] and more"),
-    ("pythonic", "[]"),
-    ("pythonic", "[now(x={1, 2}), now(y=b'a')]"),
-    ("pythonic", "[now(x=1e999)]"),
-    ("pythonic", '[now(x="\\ud800")]'),
-    ("pythonic", "[weather('Rome')]"),
-    ("pythonic", "weather(city='Rome')"),
-    ("olmo3", "<function_calls>1 + 1</function_calls>"),
-    ("qwen3_coder", "<tool_call>{}</tool_call>"),
-    ("openai", "no channel at all"),
-    ("openai", "Use <|foo|> like this."),
-]
 
 
 @pytest.mark.parametrize(
