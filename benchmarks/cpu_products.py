@@ -10,7 +10,6 @@ file keeps a run for each CPU and instruction set (see ``decode_speed.py``).
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from decode_speed import instructions
+from decode_speed import instructions, keep_run
 from torch import Tensor
 
 from ridgeline.measure.environment import fingerprint
@@ -87,10 +86,7 @@ def main() -> None:
             print(
                 f"{rows:4} rows  " + "  ".join(f"{n} {done / s:.1f} ({best['fp32'] / s:.2f}x)" for n, s in best.items())
             )
-    out = Path(given.out)
-    runs = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.exists() else {}
-    runs[f"{result['environment']['cpu']}, {result['instructions']}"] = result
-    out.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+    keep_run(Path(given.out), result)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -159,10 +160,14 @@ def main() -> None:
                   f"{row['highest']:.2f}]  {held / 2**20:6.1f} MiB  {row['share_of_roof']:.0%} of the roof  prefill "
                   f"{1e3 * row['prefill_s']:.0f} ms  predicted {said / each - 1:+.0%}  engine {1e3 * step:.1f} ms, "
                   f"{row['engine_share_of_roof']:.0%} of the roof")  # fmt: skip
-    out = Path(given.out)
-    runs = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.exists() else {}
+    keep_run(Path(given.out), result)
+
+
+def keep_run(file: Path, result: dict[str, Any]) -> None:
+    """Write ``result`` to ``file``, which keeps a run for each CPU and instruction set."""
+    runs = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.exists() else {}
     runs[f"{result['environment']['cpu']}, {result['instructions']}"] = result
-    out.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

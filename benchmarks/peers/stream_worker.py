@@ -12,7 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import yaml
-from onnx import TensorProto, helper, save
+from onnx import save
+from product_model import product
 from stream.api import SolveOptions, evaluate_mapping
 
 WIDE = 1 << 16
@@ -28,7 +29,7 @@ def main() -> None:
         found = []
         for i, (m, n, k) in enumerate(json.load(sys.stdin)):
             model = Path(folder) / f"{i}.onnx"
-            save(_product(m, n, k), str(model))
+            save(product(m, n, k), str(model))
             options = SolveOptions(artifacts=False)
             found.append(evaluate_mapping(str(chip), str(model), f"{folder}/{i}", options=options).cycles)
     json.dump(found, sys.stdout)
@@ -51,14 +52,6 @@ def _chip(folder: Path) -> Path:
     path = folder / "chip.yaml"
     path.write_text(yaml.safe_dump(chip, sort_keys=False))
     return path
-
-
-def _product(m: int, n: int, k: int):
-    tensor, shape = helper.make_tensor_value_info, TensorProto.FLOAT
-    weight = helper.make_tensor("W", shape, [k, n], bytes(4 * k * n), raw=True)
-    node = helper.make_node("Gemm", ["I", "W"], ["O"], name="product")
-    graph = helper.make_graph([node], "product", [tensor("I", shape, [m, k])], [tensor("O", shape, [m, n])], [weight])
-    return helper.make_model(graph)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import yaml
-from onnx import TensorProto, helper
+from product_model import product
 from zigzag.api import get_hardware_performance_zigzag
 
 WIDE = 1 << 16
@@ -33,19 +33,11 @@ def main() -> None:
         found = []
         for m, n, k in json.load(sys.stdin):
             _, cycles, _ = get_hardware_performance_zigzag(
-                _product(m, n, k), str(path), str(inputs / "mapping" / "tpu_like.yaml"), opt="latency",
+                product(m, n, k), str(path), str(inputs / "mapping" / "tpu_like.yaml"), opt="latency",
                 dump_folder=folder, loma_show_progress_bar=False,
             )  # fmt: skip
             found.append(cycles)
     json.dump(found, sys.stdout)
-
-
-def _product(m: int, n: int, k: int):
-    tensor, shape = helper.make_tensor_value_info, TensorProto.FLOAT
-    weight = helper.make_tensor("W", shape, [k, n], bytes(4 * k * n), raw=True)
-    node = helper.make_node("Gemm", ["I", "W"], ["O"], name="product")
-    graph = helper.make_graph([node], "product", [tensor("I", shape, [m, k])], [tensor("O", shape, [m, n])], [weight])
-    return helper.make_model(graph)
 
 
 if __name__ == "__main__":
