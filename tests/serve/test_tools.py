@@ -142,6 +142,7 @@ PLAIN = [
     ("qwen3_coder", "<tool_call>{}</tool_call>"),
     ("openai", "no channel at all"),
     ("openai", "Use <|foo|> like this."),
+    ("openai", "assistants can be trained"),
 ]
 
 
@@ -271,6 +272,13 @@ def test_a_long_argument_is_not_read_again_for_every_token(parser, text, monkeyp
     pieces = [piece for at in range(0, len(whole), 4) for piece in reader.push(whole[at : at + 4])]
     assert json.loads("".join(p.arguments for p in pieces)) == {"x": "a (b" * 5000}
     assert len(reads) < 20
+
+
+def test_text_in_brackets_streams_on():
+    reader, pieces = FORMATS["pythonic"].reader(str, True, {}), []
+    for text in ("[", "note", "] The answer", " is long."):
+        pieces += reader.push(text)
+    assert "".join(piece.text for piece in pieces) == "[note] The answer is long."
 
 
 def test_one_call_at_most(client, tools):

@@ -74,7 +74,7 @@ class ChannelReader:
                 self._kind = "reasoning" if channel[:1] == [_REASONING] else "text"
             return True
         begun = header.lstrip().startswith(("<|channel|>", "<|start|>", "assistant", "to="))
-        if last and begun:  # cut off within a header
+        if last and (CHANNEL in header or "<|start|>" in header):  # cut off within a header
             self._held = ""
             return False
         if last or (header.strip() and not begun and not _may_begin(header.lstrip())):  # not in channels

@@ -29,7 +29,9 @@ class PythonFormat:
 
     def reader(self, make_id: Callable[[], str], parallel: bool, tools: Tools) -> WrittenCalls:
         """Reads one output."""
-        return WrittenCalls(self.begin, self.end, _python, make_id, parallel, ")", self.begin == "[", self.optional)
+        return WrittenCalls(
+            self.begin, self.end, _python, make_id, parallel, "(", ")", self.begin == "[", self.optional
+        )
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class TagFormat:
         def read(text: str) -> tuple[int, str, dict[str, Any]] | None:
             return _tags(text, tools)
 
-        return WrittenCalls(self.begin, self.end, read, make_id, parallel, ">")
+        return WrittenCalls(self.begin, self.end, read, make_id, parallel, "<function=", ">")
 
 
 class WrittenCalls:
@@ -58,18 +60,18 @@ class WrittenCalls:
 
     def __init__(
         self, begin: str, end: str, read: Callable[[str], tuple[int, str, dict[str, Any]] | None],
-        make_id: Callable[[], str], parallel: bool, closing: str, alone: bool = False,
+        make_id: Callable[[], str], parallel: bool, opens: str, closing: str, alone: bool = False,
         optional: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """``read``: one call at the beginning of a text → its length, name and arguments; None: more must follow. It
-        raises ValueError where none is. ``closing``: a call ends with one of these characters. ``alone``: calls are all
+        raises ValueError where none is. ``opens``, ``closing``: of a call. ``alone``: calls are all
         of the text."""
         self._begin, self._end, self._read, self._make_id = begin, end, read, make_id
         self._parallel, self._alone, self._optional = parallel, alone, optional
         self._held, self._opened = "", ""
         self._count = 0
         self._state = "start" if alone else "text"
-        self._closing = closing
+        self._opens, self._closing = opens, closing
         self._seen = ""
         """What was read of a call that is not complete."""
 
@@ -122,7 +124,12 @@ class WrittenCalls:
             return True
         if not last and self._end.startswith(held):
             return False
-        if self._seen and not last and not any(c in held[len(self._seen) :] for c in self._closing):
+        if (
+            self._seen
+            and self._opens in held
+            and not last
+            and not any(c in held[len(self._seen) :] for c in self._closing)
+        ):
             self._seen = held
             return False
         try:
