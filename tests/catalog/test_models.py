@@ -25,7 +25,8 @@ EXACT = {
 def test_count_agrees_with_the_published_one(name):
     published = catalog.published(name)
     if published is None:
-        assert name.startswith("switch-base-") or name == "gpt2-1.5b"  # the only models without a published count
+        # The only models without a published count of exactly these parameters.
+        assert name.startswith("switch-base-") or name in ("gpt2-1.5b", "swarm-1b")
         return
     error = abs(catalog.model(name).num_parameters / published.parameters - 1)
     assert error <= published.tolerance, f"{error:.4f} off"
@@ -51,7 +52,7 @@ def test_size_of_the_catalog():
     names = catalog.models()
     assert len(names) == len(set(names)) >= 50
     assert {"llama-tiny", "llama-mini", "mixtral-tiny", "gpt2-tiny", "bert-tiny"} <= set(names)
-    assert sum(catalog.published(n) is None for n in names) == 6
+    assert sum(catalog.published(n) is None for n in names) == 7
 
 
 def test_active_parameters_of_a_mixture():

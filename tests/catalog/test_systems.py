@@ -7,6 +7,7 @@ import pytest
 from ridgeline import catalog, experiments
 from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.plan import Plan
 from ridgeline.techniques.cards import system_table
 from ridgeline.techniques.registry import registry
 from ridgeline.validate.systems import reproduce
@@ -148,3 +149,17 @@ def test_the_paper_s_workload_is_the_default_of_its_own_model_and_cluster():
     assert experiments.reported_workload("llama2-7b", "384x8xa100", "pretrain", ["megatron_ptdp"]) == {}
     assert experiments.reported_workload("gpt3-1t", "384x8xa100", "finetune", ["megatron_ptdp"]) == {}
     assert experiments.reported_workload("gpt3-1t", "384x8xa100", "pretrain", ["zero"]) == {}
+
+
+def test_swarms_model_fits_on_t4s():
+    """The paper's 1.01B trained parameters and about 13B before sharing (arXiv:2301.11913), with one embedding; on a
+    fast network most of the time is computation."""
+    e = reproduce(catalog.system("swarm_1b_t4")).experiment
+    plain = ["swarm:stages=3,shared=16,rate=1e12,rtt=0", *e.plan.strings()[1:]]
+    found, fast = predict(e), predict(e.model_copy(update={"plan": Plan.parse(plain)}))
+    assert found.status == "ok"
+    head = e.model.vocab_size * e.model.hidden_size
+    assert found.metrics["trained_parameters"].value - head == pytest.approx(1.01e9, rel=0.01)
+    assert e.model.num_parameters - head == pytest.approx(13e9, rel=0.02)
+    waits = [r.metrics["exposed_communication_s"].value for r in (found, fast)]
+    assert waits[0] > 50 * waits[1]

@@ -8,14 +8,16 @@ import torch
 from tests.swarm.peers import SECRET, SPEC, Local
 
 from ridgeline.data.batches import Batch
-from ridgeline.nn import build
+from ridgeline.nn import build, save_checkpoint
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Pretrain
 from ridgeline.swarm import peer
+from ridgeline.swarm.stage import Stage
 from ridgeline.swarm.stage_peer import StagePeer, divided, joined, packed
 from ridgeline.swarm.trainer import SwarmTrainer
 from ridgeline.techniques.matrix import CPU
@@ -40,9 +42,11 @@ def batches(e, steps=STEPS):
         yield Batch(ids, labels)
 
 
-def alone(e, steps=STEPS):
+def alone(e, steps=STEPS, shared=1):
     """(losses, norms, weights) of plain PyTorch on one machine: the independent reference."""
     model, w = build(e.model, seed=e.training.seed), e.training
+    for i in range(e.model.num_layers):
+        model.layers[str(i)] = model.layers[str(i - i % shared)]
     model.set_attention("naive")
     optimizer = make_optimizer(parameter_groups(list(model.parameters()), w), w)
     losses, norms = [], []
@@ -149,6 +153,26 @@ def test_losses_and_weights_are_those_of_one_machine(swarm):
     taken = [n for r in trainer.routers for n in r.taken.values()]
     assert len(taken) == 6
     assert min(taken) > 0, "every peer had work"
+
+
+def test_layers_of_a_stage_may_share_their_weights(swarm, tmp_path):
+    """Losses and weights are those of plain PyTorch with one module in the place of each stage's layers."""
+    plan = Plan.parse([f"swarm:stages={STAGES},shared=2"])
+    e = experiment().model_copy(update={"plan": plan})
+    s = swarm(e, peers=(0, 1, 1, 2))
+    done, weights = trained(s, s.trainer())
+    reference = alone(e, shared=2)
+    assert_same(done, {name: p for name, p in weights.items() if name in reference[2]}, reference)
+    for i in (1, 3, 5):
+        layer, first = ([p for name, p in weights.items() if name.startswith(f"layers.{j}.")] for j in (i, i - 1))
+        assert all(torch.equal(a, b) for a, b in zip(layer, first, strict=True))
+    assert sum(p.stage.numel for p in (s.servers[0], s.servers[1], s.servers[3])) == sum(
+        p.numel() for p in reference[2].values()
+    )
+    save_checkpoint(build(SPEC, seed=0), tmp_path)
+    own = e.model_copy(update={"workload": e.workload.model_copy(update={"checkpoint": str(tmp_path)})})
+    with pytest.raises(UserError, match=r"layer 1 of .* has other weights than layer 0"):
+        Stage(own, STAGES, 0)
 
 
 def test_peers_killed_and_added_mid_run_lose_no_step(swarm):

@@ -24,7 +24,7 @@ from ridgeline.nn.model.transformer import Transformer
 from ridgeline.runtime.optimizer import make_optimizer, parameter_groups
 from ridgeline.runtime.train_build import LossModel
 from ridgeline.serve.transfer.frames import BadPeer
-from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.swarm.link import Refused
 from ridgeline.techniques.registry import make
@@ -37,9 +37,15 @@ def cuts(e: Experiment, stages: int) -> list[range]:
 
 
 def training_identity(e: Experiment, stages: int) -> str:
-    """What peers of a training must agree on: model, workload and number of stages."""
-    same = {"model": e.model.model_dump(mode="json"), "workload": e.workload.model_dump(mode="json"), "stages": stages}
+    """What peers of a training must agree on: model, workload, number of stages and of layers that share weights."""
+    same = {"model": e.model.model_dump(mode="json"), "workload": e.workload.model_dump(mode="json"), "stages": stages,
+            "shared": shared_layers(e)}  # fmt: skip
     return "swarm training " + hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+
+
+def shared_layers(e: Experiment) -> int:
+    """How many consecutive layers share their weights, as the plan says; 1: none do."""
+    return int(e.plan.option("swarm", "shared") or 1)
 
 
 def require_trainable(e: Experiment) -> None:
@@ -50,6 +56,24 @@ def require_trainable(e: Experiment) -> None:
     more = [c.name for c in e.plan.calls if not make(c).card.runs_by and not make(c).owns() & {"batch_split"}]
     if more:
         raise Incompatible(f"a swarm trains without other techniques, not with {', '.join(more)}", "drop them")
+
+
+def share(layers: nn.ModuleDict, n: int) -> None:
+    """Put the first of each ``n`` layers in the place of all of them (as in arXiv:2301.11913, section 4.4)."""
+    for i in layers:
+        layers[i] = layers[str(int(i) // n * n)]
+
+
+def require_equal(layers: nn.ModuleDict, n: int, checkpoint: str) -> None:
+    """Raise :class:`UserError` where layers that are to share their weights have their own."""
+    for i, layer in layers.items():
+        first = layers[str(int(i) // n * n)]
+        if not all(torch.equal(a, b) for a, b in zip(layer.parameters(), first.parameters(), strict=True)):
+            raise UserError(
+                f"layer {i} of {checkpoint} has other weights than layer {int(i) // n * n}, and the plan lets {n}"
+                " layers share theirs",
+                "train without shared, or without a checkpoint",
+            )
 
 
 class Stage:
@@ -65,10 +89,15 @@ class Stage:
             model.embed = None
         if not self.last:
             model.norm = model.head = None
-        allocate(model, "cpu", DTYPES[e.dtype])
+        shared = shared_layers(e)
         if e.training.checkpoint:
+            allocate(model, "cpu", DTYPES[e.dtype])
             load_into(model, Path(e.training.checkpoint))
+            require_equal(model.layers, shared, e.training.checkpoint)
+            share(model.layers, shared)
         else:
+            share(model.layers, shared)
+            allocate(model, "cpu", DTYPES[e.dtype])
             init_weights(model, e.training.seed)
         model.set_attention("naive")
         self.model, self.call = model, LossModel(model)

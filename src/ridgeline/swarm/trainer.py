@@ -410,6 +410,6 @@ class SwarmTrainer:
             else:
                 raise UserError(f"no peer of stage {s} gives its weights: {self._why}", "run the same command again")
             with torch.no_grad():
-                for name, p in stage.model.named_parameters():
+                for name, p in stage.model.named_parameters(remove_duplicate=False):
                     parameters[name].copy_(p)
         return whole

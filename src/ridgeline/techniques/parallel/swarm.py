@@ -47,7 +47,7 @@ class Swarm(Technique):
     wire: Wire = "blockwise8"
     """Activations and their gradients between stages: 8 bits with a scale for each block, or plain."""
     shared: int = Field(default=1, ge=1)
-    """Number of layers that share their weights (1: none do), as in the paper's model; predicted only."""
+    """Number of consecutive layers of a stage that share their weights (1: none do), as in the paper's model."""
 
     def axes(self) -> dict[str, int]:
         """The outermost mesh axis."""
@@ -65,8 +65,9 @@ class Swarm(Technique):
                    f"use at most {layers} stages")  # fmt: skip
         self.needs(not e.model.tie_embeddings, "the first and the last stage would share the embedding",
                    "train a model with tie_embeddings = false")  # fmt: skip
-        self.needs(layers % self.shared == 0, f"{layers} layers do not divide into groups of {self.shared}",
-                   "use a divisor for shared")  # fmt: skip
+        self.needs(self.shared == 1 or layers % (self.stages * self.shared) == 0,
+                   f"{layers} layers do not divide into {self.stages} stages of groups of {self.shared}",
+                   "use a divisor of each stage's layers for shared")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Stages pass activations, and gradients back, over the network; a backward pass computes the forward again,
