@@ -21,7 +21,8 @@ from ridgeline.serve.drafting import Drafting, draftable
 from ridgeline.serve.next_tokens import NextTokens
 from ridgeline.serve.outputs import Outputs
 from ridgeline.serve.pooling import end_pooled, pool, prompt_logprobs
-from ridgeline.serve.ranks import RankedRunner, RankLost
+from ridgeline.serve.rank_channel import RankLost
+from ridgeline.serve.ranks import RankedRunner
 from ridgeline.serve.request import Busy, EngineRequest, Invalid, OutputEvent, Stats, check_request
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
@@ -153,7 +154,7 @@ class Engine:
     def step(self) -> list[OutputEvent]:
         """One iteration → the events of all outputs that have any.
 
-        Raises :class:`ridgeline.serve.ranks.RankLost` when the ranks of a divided model fall apart.
+        Raises :class:`ridgeline.serve.rank_channel.RankLost` when the ranks of a divided model fall apart.
         """
         start, before, drafted = time.perf_counter(), self.outputs.generated, self._drafted
         if self.imports is not None:
