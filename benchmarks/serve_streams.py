@@ -3,10 +3,10 @@
     python benchmarks/serve_streams.py [--streams 64,128] [--rounds 5] [--out benchmarks/results/serve_streams.json]
 
 Every stream decodes the same number of tokens and gets each as an event. ``bare``: milliseconds of a step of an engine
-alone in a process, with as many sequences (16 or more: the server is asked for its steps while they run); ``sync`` and ``async``: of the server, with and without asynchronous
-scheduling, while all streams run. ``engine`` and ``http``: CPU milliseconds a step of the server's threads: those that
-compute and schedule, and the one of the event loop. Ratios are of rounds in turns. The client reads bytes and parses
-nothing.
+alone in a process, with as many sequences (16 or more: the server is asked for its steps while they run); ``sync`` and
+``async``: of the server, without and with asynchronous scheduling, while all streams run. ``engine`` and ``http``: CPU
+milliseconds a step of the server's threads: those that compute and schedule, and the one of the event loop. Ratios are
+of rounds in turns. The client reads bytes and parses nothing.
 """
 
 from __future__ import annotations
