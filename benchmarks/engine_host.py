@@ -1,12 +1,13 @@
 """What the serving engine does beside the model: choosing tokens, and describing a step.
 
-    python benchmarks/engine_host.py [--before PATH] [--out benchmarks/results/engine_host.json]
+    python benchmarks/engine_host.py [--part NAME] [--before PATH] [--out benchmarks/results/engine_host.json]
 
 ``sampler``: milliseconds to choose the tokens of a batch, by vocabulary, rows, settings, and by how wide the logits
 are: peaked as a language model's, normal with a deviation of 3 or nearly flat. ``penalty``: a repetition penalty of one
 sequence. ``step``: to describe a decode step (slots, tables, lengths) by sequences and their length, with tables of
-neighboring or scattered blocks. Medians and extremes over rounds. ``--before`` runs the same on the source tree at PATH
-and puts its medians beside.
+neighboring or scattered blocks. ``ranks``: from the beginning of telling another rank of a step until it has it, beside
+pickling it over gloo in the same processes. Medians and extremes over rounds. ``--before`` runs the same on the source
+tree at PATH and puts its medians beside. ``--part`` measures one and keeps the others of ``--out``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -111,6 +114,64 @@ def step(rounds: int, size: int = 16) -> dict[str, Any]:
     return found
 
 
+def ranks(rounds: int) -> dict[str, Any]:
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(told, (folder, 20 * rounds), 2, join=True, start_method="spawn")
+        assert context is None
+        return dict(json.loads(Path(folder, "found").read_text(encoding="utf-8")))
+
+
+def told(rank: int, folder: str, rounds: int) -> None:
+    """One of two ranks: the steps of :data:`STEPS` and one of a prompt, by either way in turns."""
+    import torch.distributed as dist
+
+    from ridgeline.nn.memory.kv_pool import Piece
+    from ridgeline.serve.rank_channel import connect
+    from ridgeline.serve.runner import PackedStep
+    from ridgeline.serve.step_message import pack, unpack
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    channel, found = connect(), {}
+
+    def gloo(step: PackedStep | None) -> None:
+        dist.broadcast_object_list([step])
+
+    def ring(step: PackedStep | None) -> None:
+        if step is not None:
+            channel.send(pack(step))
+        else:
+            unpack(channel.receive())
+
+    for count, length in [*STEPS, (1, 0)]:
+        numbers = list(range(count if length else 2048))
+        blocks = array("i", range(length // 16 + 1))
+        pieces = [Piece(i, i + 1, [], False, length, blocks) for i in range(count)]
+        if not length:
+            pieces = [Piece(0, 2048, [(0, 2048)], True, 2048, array("i", range(128)))]
+        step = PackedStep([], numbers, numbers, numbers, pieces)
+        times: dict[Any, list[float]] = {gloo: [], ring: []}
+        for i in range(rounds):
+            for way, taken in times.items():
+                dist.barrier()
+                time.sleep(0.002)  # the other rank waits for it, as for the next step
+                at = time.perf_counter()
+                way(step if rank == 0 else None)
+                ends: list[float] = [0.0, 0.0]
+                dist.all_gather_object(ends, at if rank == 0 else time.perf_counter())
+                if i > 1:
+                    taken.append(1e3 * (ends[1] - ends[0]))
+        row = {"median": statistics.median(times[ring]), "low": min(times[ring]), "high": max(times[ring])}
+        name = f"{count} x {length}" if length else "a prompt of 2048"
+        found[name] = {**row, "gloo": statistics.median(times[gloo])}
+    if rank == 0:
+        Path(folder, "found").write_text(json.dumps(found), encoding="utf-8")
+    channel.close()
+    dist.destroy_process_group()
+
+
 def described(runner: Any, size: int, batch: Any) -> None:
     """What a step needs besides the model: numbers, tensors, and the tables where a kernel reads them."""
     from ridgeline.nn.memory.kv_pool import singles
@@ -122,17 +183,22 @@ def described(runner: Any, size: int, batch: Any) -> None:
         layout.singles = singles(made.pieces, size, runner.device)
 
 
+PARTS = {part.__name__: part for part in (sampler, penalty, step, ranks)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--part", choices=list(PARTS))
     parser.add_argument("--before", type=Path)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine_host.json"))
     args = parser.parse_args()
     found: dict[str, Any] = {}
     with torch.inference_mode():
-        for part in (sampler, penalty, step):
-            found[part.__name__] = part(args.rounds)
+        for name in [args.part] if args.part else PARTS:
+            if not (args.plain and name == "ranks"):  # which has its own comparison
+                found[name] = PARTS[name](args.rounds)
     if args.plain:
         print(json.dumps(found))
         return
@@ -140,17 +206,23 @@ def main() -> None:
 
     if args.before:
         again = [sys.executable, __file__, "--plain", "--rounds", str(args.rounds)]
+        again += ["--part", args.part] if args.part else []
         env = {**os.environ, "PYTHONPATH": str(args.before / "src")}
         old = json.loads(subprocess.run(again, env=env, check=True, capture_output=True, text=True).stdout)
-        for part, rows in found.items():
+        for part, rows in old.items():
             for name, row in rows.items():
-                row["before"] = old[part][name]["median"]
-    result = {"environment": {**fingerprint(), "threads": torch.get_num_threads()}, "unit": "milliseconds", **found}
+                found[part][name]["before"] = row["median"]
+    environment = {**fingerprint(), "threads": torch.get_num_threads()}
+    if args.part:
+        kept = json.loads(args.out.read_text(encoding="utf-8"))
+        result = {**kept, args.part: found[args.part], f"{args.part} environment": environment}
+    else:
+        result = {"environment": environment, "unit": "milliseconds", **found}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for part, rows in found.items():
         for name, row in rows.items():
-            before = f"  before {row['before']:9.2f}" if "before" in row else ""
-            print(f"{part:8} {name:36} {row['median']:9.3f} ms [{row['low']:.3f}, {row['high']:.3f}]{before}")
+            beside = "".join(f"  {k} {row[k]:9.2f}" for k in ("before", "gloo") if k in row)
+            print(f"{part:8} {name:36} {row['median']:9.3f} ms [{row['low']:.3f}, {row['high']:.3f}]{beside}")
 
 
 if __name__ == "__main__":

@@ -153,6 +153,21 @@ def test_replayed_steps_give_the_same_tokens(made, base, fields):
     engine.check()
 
 
+def test_replayed_steps_take_their_tokens_from_the_step_before(made):
+    """Asynchronous scheduling: the host does not know them when it launches a replay."""
+    want, _ = run(made("llama-mini", False), *requests())
+    engine = made("llama-mini", True)
+    assert engine.go_ahead() == ""
+    graphs, late = engine.runner.graphs, []
+    plain = graphs.run
+    graphs.run = lambda step, key: late.append((step.late, step.sources)) or plain(step, key)
+    got, _ = run(engine, *requests())
+    engine.close()
+    assert got == want
+    assert sum(bool(rows) for rows, _ in late) > 10
+    assert any(rows != sources for rows, sources in late)  # others have ended, or come
+
+
 def test_only_steps_of_one_token_each_are_replayed(made):
     engine = made("llama-mini", True)
     runner, find = engine.runner, engine.runner.graphs.find

@@ -30,10 +30,10 @@ TEMPLATE = (
 CONTEXT = 256
 
 
-def tiny(folder: Path) -> Path:
-    """Random weights, an end token and a chat template."""
+def tiny(folder: Path, **fields) -> Path:
+    """Random weights, an end token and a chat template; ``fields`` of the model, if it is to be larger."""
     folder.mkdir(exist_ok=True)
-    checkpoint(folder, {**LLAMA, "max_positions": CONTEXT})
+    checkpoint(folder, {**LLAMA, "max_positions": CONTEXT, **fields})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -55,10 +55,10 @@ class Serving(RuleBasedStateMachine):
         hierarchical=st.booleans(), drafts=st.booleans(), blocks=st.integers(16, 60), budget=st.integers(3, 40),
         seqs=st.integers(1, 6), rows=st.sampled_from([[], [], ["-padding_free"], ["-padding_free", "length_dp"]]),
         loaded=st.one_of(st.just([]), st.lists(st.sampled_from(list(ADAPTERS)), min_size=1, max_size=2)),
-        two_stage=st.booleans(),
+        two_stage=st.booleans(), ahead=st.booleans(),
     )  # fmt: skip
     def start(self, paged, share, continuous, chunked, hierarchical, drafts, blocks, budget, seqs, rows, loaded,
-              two_stage):  # fmt: skip
+              two_stage, ahead):  # fmt: skip
         wanted = {"continuous_batching": continuous, "chunked_prefill": chunked, "hierarchical_search": hierarchical,
                   "paged_kv": paged}  # fmt: skip
         off = [f"-{name}" for name, on in wanted.items() if not on] + rows
@@ -74,6 +74,8 @@ class Serving(RuleBasedStateMachine):
             limits["max_model_len"] = min(128, room // BLOCK * 4)
             room += sum(SIZES[kind] for kind in loaded) + len(loaded) * 4 * BLOCK
         self.engine = engine(model(), *off, ends=ENDS, kv_cache_bytes=room, **limits)
+        if ahead:
+            assert bool(self.engine.go_ahead()) == drafts
         self.asked, self.got, self.ended, self.count, self.tasks = {}, {}, {}, 0, {}
         for name, kind in zip(NAMES, loaded, strict=False):
             self.engine.load_adapter(name, FOLDERS[kind])
@@ -158,6 +160,7 @@ class Serving(RuleBasedStateMachine):
             left -= 1
         assert left, "it never ends"
         assert self.engine.blocks.used == 0
+        self.engine.close()
         for name in self.tasks:
             self.engine.unload_adapter(name)
         assert self.engine.blocks.free == self.engine.blocks.count

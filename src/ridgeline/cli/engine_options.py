@@ -84,6 +84,17 @@ def make_engine(
     return load_engine(checkpoint, plan, **options)
 
 
+def go_ahead(engine: Engine, wanted: bool) -> None:
+    """Switch asynchronous scheduling on or off. Raises :class:`UserError` for an engine that cannot."""
+    from ridgeline.spec.errors import UserError
+
+    if not wanted:
+        engine.ahead = None
+    elif why := engine.go_ahead():
+        engine.close()
+        raise UserError(f"--async-scheduling does not apply: {why}", "leave it out")
+
+
 def _placed(
     checkpoint: Path, plan: list[str], memory: tuple[str | None, str | None, Path | None], options: dict[str, Any]
 ) -> Engine:

@@ -26,6 +26,7 @@ from ridgeline.cli.engine_options import (
     TlsClients,
     TlsKey,
     Tokenizer,
+    go_ahead,
     make_engine,
 )
 from ridgeline.serve.transfer.secret import VARIABLE, read_secret
@@ -132,6 +133,13 @@ def serve(
             " keys: the one that was served least)."
         ),
     ] = "priority",
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Launch each step before the last one's tokens are known (by default on a GPU).",
+        ),
+    ] = None,
     stall_timeout: Annotated[
         float, typer.Option(min=0.1, help="Report unhealthy if a step takes longer than this many seconds.")
     ] = 120.0,
@@ -183,6 +191,8 @@ def serve(
         made = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype,
                            more, memory)  # fmt: skip
         share(made.scheduler, scheduling_policy)
+        if async_scheduling is not None:
+            go_ahead(made, async_scheduling)
         return made
 
     engine = build()

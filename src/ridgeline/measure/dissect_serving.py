@@ -53,6 +53,7 @@ def dissect_serving(e: Experiment, options: DissectOptions, here: RankContext) -
     engine, arrivals = make_engine(e, device), requests(w)
     whole = engine.runner.decoder is not None
     engine.runner.decoder = None  # whose parts could not be told apart
+    engine.ahead = None  # so that a step's tokens are chosen within it
     watch, profiler = StepWatch(engine), StepProfiler(engine.model, device, options.trace)
     with spare_core():  # as in the server
         serve(watch, Load(w, arrivals[:1], engine.spec.vocab_size, 0))  # pays for allocation and warm caches

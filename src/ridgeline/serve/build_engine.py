@@ -89,6 +89,8 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         engine.scheduler.order = CostOrderedBatches[QueuedSequence](
             run.cut, run.limits, shared, own, lambda s: (s.total, s.group.request.adapter or "")
         )
+    if device.type == "cuda":  # on a CPU, where the host computes, it gains nothing
+        engine.go_ahead()
     return engine
 
 

@@ -15,13 +15,15 @@ from pathlib import Path
 import torch
 
 from ridgeline.serve.adapter_table import AdapterTable
+from ridgeline.serve.async_steps import AsyncSteps
 from ridgeline.serve.beam import Beams
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.drafting import Drafting, draftable
 from ridgeline.serve.next_tokens import NextTokens
 from ridgeline.serve.outputs import Outputs
 from ridgeline.serve.pooling import end_pooled, pool, prompt_logprobs
-from ridgeline.serve.ranks import RankedRunner, RankLost
+from ridgeline.serve.rank_channel import RankLost
+from ridgeline.serve.ranks import RankedRunner
 from ridgeline.serve.request import Busy, EngineRequest, Invalid, OutputEvent, Stats, check_request
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
@@ -59,6 +61,8 @@ class Engine:
         self.exports: Exports | None = None
         """Prompts that this one computes for others."""
         self.drafter: Drafting | None = None
+        self.ahead: AsyncSteps | None = None
+        """Launches steps before the tokens of the last one are known, where that is wanted (:meth:`go_ahead`)."""
         self._random = random.Random(seed)
         self._prompt_tokens = self._steps = self._drafted = 0
 
@@ -118,12 +122,14 @@ class Engine:
         :class:`UserError` if it does not fit."""
         if self.adapters is None:
             raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
+        self._settle()
         if replace:
             self._unused(name)
         self.adapters.load(name, folder, replace)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. Raises :class:`Invalid` while requests use it, or if there is none."""
+        self._settle()
         self._unused(name)
         if self.adapters is None:
             raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
@@ -145,23 +151,45 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.outputs.events or self.scheduler.running or self.scheduler.waiting)
+        flying = self.ahead is not None and self.ahead.flying is not None
+        return bool(self.outputs.events or self.scheduler.running or self.scheduler.waiting or flying)
 
     # ---- a step --------------------------------------------------------------------------------------------------
+
+    def go_ahead(self) -> str:
+        """Launch steps before the tokens of the last one are known, from now on → why that cannot be; "" if it can."""
+        reasons = {
+            "the model is divided over ranks": isinstance(self.runner, RankedRunner),
+            "tokens are drafted": self.drafter is not None,
+            "caches are exchanged with other servers": self.exports is not None or self.imports is not None,
+            "evicted blocks are kept elsewhere": self.blocks.store is not None,
+        }
+        why = next((why for why, holds in reasons.items() if holds), "")
+        self.ahead = None if why else AsyncSteps(self)
+        return why
+
+    @torch.inference_mode()
+    def _settle(self) -> None:
+        """Have nothing on its way to the host."""
+        if self.ahead is not None:
+            self.ahead.settle()
 
     @torch.inference_mode()
     def step(self) -> list[OutputEvent]:
         """One iteration → the events of all outputs that have any.
 
-        Raises :class:`ridgeline.serve.ranks.RankLost` when the ranks of a divided model fall apart.
+        Raises :class:`ridgeline.serve.rank_channel.RankLost` when the ranks of a divided model fall apart.
         """
         start, before, drafted = time.perf_counter(), self.outputs.generated, self._drafted
         if self.imports is not None:
             self.imports.admit()
         self._draft()
         batch = self.scheduler.schedule()
-        if batch.tokens:
-            self._steps += 1
+        self._steps += bool(batch.tokens)
+        ahead = self.ahead is not None and self.ahead.takes(batch)
+        if self.ahead is not None:
+            self.ahead.step(batch) if ahead else self.ahead.settle(batch)
+        if batch.tokens and not ahead:
             decoding = all(s.generated and n == 1 + len(s.draft) for s, n in batch.tokens.items())
             self._compute(batch)
             if self.drafter is not None and decoding:
@@ -184,12 +212,22 @@ class Engine:
             seq.draft = draft
             self._drafted += len(draft)
 
+    def order(self, step: StepBatch) -> list[tuple[Sequence, int]]:
+        """A batch in the order of its rows: those of one adapter are neighbors."""
+        batch = list(step.tokens.items())
+        if self.adapters is not None:
+            batch.sort(key=lambda item: item[0].group.request.adapter)
+        return batch
+
+    def count(self, seq: Sequence, n: int) -> None:
+        """Count the next ``n`` tokens of a sequence for the statistics."""
+        self._prompt_tokens += min(n, max(0, len(seq.group.request.prompt) - seq.n_computed))
+
     def _compute(self, step: StepBatch) -> None:
         """Run a batch through the model, and choose the next tokens of its sequences."""
-        batch = list(step.tokens.items())
+        batch = self.order(step)
         try:
             if self.adapters is not None:
-                batch.sort(key=lambda item: item[0].group.request.adapter)
                 self.adapters.activate(batch, self.runner.rows(batch))
             if self.exports is not None:
                 self.exports.begin_pass(batch)
@@ -209,7 +247,7 @@ class Engine:
         row = 0
         ready: list[tuple[Sequence, int]] = []  # with the row of ``hidden`` that its next token follows from
         for seq, n in batch:
-            self._prompt_tokens += min(n, max(0, len(seq.group.request.prompt) - seq.n_computed))
+            self.count(seq, n)
             pool(seq, hidden[row : row + n], self.runner)
             prompt_logprobs(seq, hidden[row : row + n], self.runner, self.sampler, self.rows_at_once)
             row += n
@@ -231,6 +269,7 @@ class Engine:
         if self.groups:
             raise Busy(f"{len(self.groups)} requests are being served", retry_after=1.0)
         self.close()
+        self.ahead = None
         del self.runner, self.model, self.sampler, self.next_tokens, self.drafter, self.adapters
         self.scheduler.order = self.blocks.store = None
         gc.collect()
@@ -238,7 +277,10 @@ class Engine:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Stop the processes of a divided model."""
+        """Stop the processes of a divided model, and the thread of steps that go ahead."""
+        if self.ahead is not None:
+            self._settle()
+            self.ahead.close()
         self.blocks.close()
         if isinstance(self.runner, RankedRunner):
             self.runner.close()

@@ -15,7 +15,7 @@ from ridgeline.serve.sampler import NOT_FINITE, Sampler, put
 from ridgeline.serve.scheduler import Scheduler
 from ridgeline.serve.sequence import Sequence
 
-_NOT_FINITE = "the model's logits are not finite"
+NO_LOGITS = "the model's logits are not finite"
 
 
 class NextTokens:
@@ -45,23 +45,16 @@ class NextTokens:
 
     def choose(self, ready: list[tuple[Sequence, int]], hidden: Tensor) -> None:
         """Choose the next tokens of sequences, each with its row of ``hidden``; forks share one."""
-        rows = list(dict.fromkeys(row for _, row in ready))
-        if not rows:
+        if not ready:
             return
-        device = hidden.device
-        logits = self.runner.logits(
-            hidden if rows == list(range(len(hidden))) else hidden[put(rows, torch.int64, device)]
-        )
-        if len(rows) < len(ready):
-            place = {row: i for i, row in enumerate(rows)}
-            logits = logits[put([place[row] for _, row in ready], torch.int64, device)]
+        device, logits = hidden.device, self.logits([row for _, row in ready], hidden)
         # A GPU's sampler looks at its rows itself, so that the host waits once.
         checked = [i for i, (seq, _) in enumerate(ready) if device.type == "cpu" or seq.group.beams is not None]
         if checked:
             good = torch.isfinite(logits.amax(1)).tolist()
             for i in checked:
                 if not good[i] and ready[i][0].finish is None:
-                    self.outputs.fail(ready[i][0], _NOT_FINITE)
+                    self.outputs.fail(ready[i][0], NO_LOGITS)
         keep = [i for i, (seq, _) in enumerate(ready) if seq.finish is None]
         sampling = [i for i in keep if ready[i][0].group.beams is None]
         beams = [i for i in keep if ready[i][0].group.beams is not None]
@@ -71,11 +64,22 @@ class NextTokens:
         if beams:
             self.beams.extend([ready[i][0] for i in beams], logits[put(beams, torch.int64, device)])
 
+    def logits(self, wanted: list[int], hidden: Tensor) -> Tensor:
+        """Logits of rows of ``hidden``, one of which may be ``wanted`` several times: [wanted, V]."""
+        rows, device = list(dict.fromkeys(wanted)), hidden.device
+        logits = self.runner.logits(
+            hidden if rows == list(range(len(hidden))) else hidden[put(rows, torch.int64, device)]
+        )
+        if len(rows) < len(wanted):
+            place = {row: i for i, row in enumerate(rows)}
+            logits = logits[put([place[row] for row in wanted], torch.int64, device)]
+        return logits
+
     def accept(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         """Append and report a first token that another server has drawn, with this sequence's next random number."""
         if not seq.group.request.sampling.greedy:
-            seq.rng.random()
-        self._append(seq, token, logprob)
+            seq.draw()
+        self.append(seq, token, logprob)
         self.outputs.emit(seq)
         if seq.finish is not None:
             self.outputs.end(seq)
@@ -98,7 +102,7 @@ class NextTokens:
                     continue
                 draft = drafts[seq]
                 done = agreed[seq]
-                ended = self._append(seq, token, logprobs.get(i))
+                ended = self.append(seq, token, logprobs.get(i))
                 if not ended and done < len(draft) and draft[done] == token:
                     agreed[seq] = done + 1
                     further.append((seq, row + 1))
@@ -139,7 +143,7 @@ class NextTokens:
             tokens = self.sampler(logits, [seq for seq, _ in active])
             for (seq, _), token in zip(active, tokens, strict=True):
                 if token == NOT_FINITE and seq.finish is None:
-                    self.outputs.fail(seq, _NOT_FINITE)
+                    self.outputs.fail(seq, NO_LOGITS)
             return tokens
         except Exception as e:
             if len(active) == 1:
@@ -148,7 +152,7 @@ class NextTokens:
         # Rows may have been changed already, so they are computed again.
         return [self._tokens(self.runner.logits(hidden[[row]]), [(seq, row)], hidden)[0] for seq, row in active]
 
-    def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> bool:
+    def append(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> bool:
         """Append one token → whether it is the last."""
         s = seq.group.request.sampling
         seq.tokens.append(token)

@@ -30,6 +30,7 @@ class Outputs:
         if group is None:
             return False
         for seq in group.sequences:
+            seq.finish = "abort"
             self.scheduler.remove(seq)
             self.events.append(OutputEvent(request_id, seq.index, finish="abort"))
         return True

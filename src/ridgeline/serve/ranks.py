@@ -2,7 +2,7 @@
 
 Tensor-parallel ranks hold parts of every layer and sum twice in each (Megatron-LM, arXiv:1909.08053); pipeline stages
 hold some of the layers and hand the rows on. Rank 0's stage has the whole embedding and head. Each step is sent as
-plain numbers; if a rank dies, the engine stops with an error.
+plain numbers, through shared memory; if a rank dies, the engine stops with an error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from torch.distributed.rendezvous import rendezvous
 from ridgeline.jobs.launch import free_port, rank_environment
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.serve.block_manager import Copy
-from ridgeline.serve.runner import PackedStep, Runner
+from ridgeline.serve.rank_channel import RankLost, connect
+from ridgeline.serve.runner import Runner
 from ridgeline.serve.sequence import Sequence
+from ridgeline.serve.step_message import pack, unpack
 from ridgeline.spec.experiment import Experiment
 
 WAIT = timedelta(seconds=60)
@@ -38,8 +40,8 @@ START = timedelta(minutes=10)
 """How long a rank waits for the others to start: on a busy machine an import takes minutes."""
 
 
-class RankLost(RuntimeError):
-    """The ranks are out of sync: nothing can be served."""
+STOP = b"."
+"""The message that there are no more steps; a step's is longer."""
 
 
 class RankedRunner(Runner):
@@ -51,14 +53,13 @@ class RankedRunner(Runner):
         self.width = mesh.size("inner", "tp")
         """Ranks of one stage."""
         self.followers: list[subprocess.Popen[bytes]] = []
-        # An idle server may wait for days; a step may not.
-        self.control = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        self.channel = connect()
 
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
         """A step on all ranks. Raises :class:`RankLost` when one does not take part."""
         step = self.describe(batch, copies)
         try:
-            dist.broadcast_object_list([step], group=self.control)
+            self.channel.send(pack(step))
             return self.execute(step)
         except Exception as e:
             # Whatever it was, the ranks are out of sync now.
@@ -68,19 +69,17 @@ class RankedRunner(Runner):
             raise RankLost(f"a step failed on {dist.get_world_size()} ranks: {who}") from e
 
     def follow(self) -> None:
-        """Run the steps that rank 0 sends until it stops."""
-        while True:
-            message: list[PackedStep | None] = [None]
-            dist.broadcast_object_list(message, group=self.control)
-            if message[0] is None:
-                return
-            self.execute(message[0])
+        """Run the steps that rank 0 sends until it stops. Raises :class:`RankLost` when it has gone."""
+        while (message := self.channel.receive()) != STOP:
+            self.execute(unpack(message))
+        self.channel.close()
 
     def close(self) -> None:
         """Stop the other ranks."""
         if dist.get_rank() == 0:
-            with contextlib.suppress(RuntimeError):  # they have exited
-                dist.broadcast_object_list([None], group=self.control)
+            with contextlib.suppress(RankLost):  # they have exited
+                self.channel.send(STOP)
+            self.channel.close()
             for f in self.followers:
                 try:
                     f.wait(5)

@@ -18,6 +18,7 @@ from ridgeline.nn.memory.kv_pool import (
     Kernel,
     PagedCache,
     Piece,
+    Singles,
     StepKernel,
     first_seen,
     singles,
@@ -66,6 +67,39 @@ class PackedStep:
     pieces: list[Piece] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
     """The kind of each token; empty: all are of kind 0."""
+    late: list[int] = field(default_factory=list)
+    """Rows whose token the host does not know yet; their ids are 0 until :attr:`tokens` are there."""
+    sources: list[int] = field(default_factory=list)
+    """For each of them, where in ``tokens`` it is."""
+    tokens: Tensor | None = None
+    """int64, on the device: what the step before has chosen."""
+
+    def fill(self, ids: Tensor) -> None:
+        """Write the late tokens into ``ids`` [T] on the device; the host waits for nothing."""
+        if not self.late or self.tokens is None:
+            return
+        tokens, n = self.tokens.clamp(min=0), len(self.late)  # below 0: an output that has failed
+        if self.late == self.sources == list(range(n)):
+            ids[:n].copy_(tokens[:n])
+        else:
+            rows, places = upload(ids.device, self.late, self.sources)
+            ids.index_copy_(0, rows, tokens[places])
+
+
+@dataclass
+class Arranged:
+    """A step as the device reads it."""
+
+    ids: Tensor
+    """[T], as ``at`` and ``kinds``; what a step does not have is empty."""
+    at: Tensor
+    kinds: Tensor
+    slots: Tensor
+    source: Tensor
+    """Blocks to copy to ``target``."""
+    target: Tensor
+    pages: Pages | None
+    singles: Singles | None
 
 
 class Runner:
@@ -136,9 +170,12 @@ class Runner:
             start, stop = seq.n_computed, seq.n_computed + n
             if some:
                 step.kinds += (seq.group.request.token_types or [0] * len(seq.tokens))[start:stop]
-            known = len(seq.tokens)
-            step.ids += seq.tokens[start:stop] if stop <= known else (seq.tokens + seq.draft)[start:stop]
-            row = len(step.at)
+            known, row = len(seq.tokens), len(step.at)
+            if stop > known and seq.pending:
+                step.late.append(row + n - 1)
+                step.ids += [*seq.tokens[start:], 0]
+            else:
+                step.ids += seq.tokens[start:stop] if stop <= known else (seq.tokens + seq.draft)[start:stop]
             step.at += range(start, stop)
             step.pieces.append(self.piece(seq, row, start, stop, step.slots))
         return step
@@ -148,9 +185,8 @@ class Runner:
         counts = [n for _, n in batch]
         return [max(counts)] * len(counts) if self.padded else counts
 
-    def _lay_out(self, step: PackedStep) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy blocks, and tell attention where everything is; returns ids, positions and kinds [T] each, of which what
-        the step does not have is empty."""
+    def arrange(self, step: PackedStep) -> Arranged:
+        """A step's numbers on the device, while the step before may still run."""
         layout, size, spec = self.layout, self.block_size, self.model.spec
         numbers: list[np.ndarray | list[int]] = [step.ids, step.at, step.kinds, step.slots]
         numbers += [[a for a, _ in step.copies], [b for _, b in step.copies]]
@@ -162,30 +198,36 @@ class Runner:
             lengths = np.array([p.length for p in step.pieces], dtype=np.int32)
             numbers += [table_of(step.pieces, size), lengths, starts]
             numbers += [np.array(d.items, dtype=np.int32) for d in divided]
-        ids, at, kinds, layout.slots, source, target, *rest = upload(self.device, *numbers)
-        self._copy(source, target)
-        layout.pieces = step.pieces
-        layout.pages = None
+        ids, at, kinds, slots, source, target, *rest = upload(self.device, *numbers)
+        pages = None
         if rest:
             work = tuple(Work(i, d.rows, d.used, d.split) for i, d in zip(rest[3:], divided, strict=True))
-            layout.pages = Pages(rest[0], rest[1], rest[2], size, work)
-        if layout.kernel is not None:
-            layout.singles = singles(step.pieces, size, self.device)
-        return ids, at, kinds
+            pages = Pages(rest[0], rest[1], rest[2], size, work)
+        alone = singles(step.pieces, size, self.device) if layout.kernel is not None else None
+        return Arranged(ids, at, kinds, slots, source, target, pages, alone)
+
+    def _lay_out(self, step: PackedStep, arranged: Arranged | None = None) -> Arranged:
+        """Copy blocks, and tell attention where everything is."""
+        layout, found = self.layout, arranged or self.arrange(step)
+        self._copy(found.source, found.target)
+        layout.slots, layout.pieces, layout.pages = found.slots, step.pieces, found.pages
+        layout.singles = found.singles
+        return found
 
     @torch.inference_mode()
     def execute_rows(self, step: PackedStep, x: Tensor, names: tuple[str, ...]) -> Tensor:
         """Do a step of hidden states [T, H] through the layers ``names`` alone → [T, H]."""
-        _, at, _ = self._lay_out(step)
-        return self.layers(x[None], at, names)[0]
+        return self.layers(x[None], self._lay_out(step).at, names)[0]
 
     @torch.inference_mode()
-    def execute(self, step: PackedStep) -> Tensor:
+    def execute(self, step: PackedStep, arranged: Arranged | None = None) -> Tensor:
         """Do a step: copies, then the packed pass. The next step may overwrite the result."""
         if self.graphs is not None and (key := self.graphs.find(step)) is not None:
             return self.graphs.run(step, key)
-        ids, at, kinds = self._lay_out(step)
-        self.kinds = kinds[None] if step.kinds else None
+        found = self._lay_out(step, arranged)
+        ids, at = found.ids, found.at
+        step.fill(ids)
+        self.kinds = found.kinds[None] if step.kinds else None
         compute = self.compute if self.kinds is None else self.forward  # captured passes have one kind
         if not self.padded:
             return compute(ids[None], at)

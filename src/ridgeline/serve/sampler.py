@@ -9,7 +9,8 @@ Shapes: R rows, V vocabulary, C candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,29 @@ class Occurred:
         return self._ids[: len(self._seen)]
 
 
+@dataclass
+class Chosen:
+    """The tokens of a batch, which may still be on their way from a device."""
+
+    numbers: Tensor
+    """int64: the tokens [R], then for each of the ``filtered`` rows whether its nucleus is larger than its
+    candidates."""
+    rows: int
+    filtered: list[int] = field(default_factory=list)
+    """Rows with top-k, top-p or min-p, where that may be."""
+    again: Callable[[list[int]], list[int]] | None = None
+    """Chooses for some of those, by their places in ``filtered``, among the whole vocabulary."""
+
+    def read(self, numbers: list[int]) -> tuple[list[int], set[int]]:
+        """The tokens, given ``numbers`` on the host, and the rows of which ``numbers`` has other ones."""
+        tokens, larger = numbers[: self.rows], numbers[self.rows :]
+        wide = [n for n, more in enumerate(larger) if more and tokens[self.filtered[n]] != NOT_FINITE]
+        if wide and self.again is not None:
+            for n, token in zip(wide, self.again(wide), strict=True):
+                tokens[self.filtered[n]] = token
+        return tokens, {self.filtered[n] for n in wide}
+
+
 class Sampler:
     """Chooses tokens. ``hierarchical``: by two-level search of the vocabulary; else by PyTorch's own operators."""
 
@@ -66,15 +90,25 @@ class Sampler:
 
         The host waits for the device once; once more where a nucleus is larger than its candidates.
         """
+        uniform = draws(seqs)
+        try:
+            chosen = self.launch(logits, seqs, uniform)
+            return chosen.read(chosen.numbers.tolist())[0]
+        except Exception:
+            give_back(seqs, uniform)
+            raise
+
+    def launch(self, logits: Tensor, seqs: list[Sequence], uniform: list[float]) -> Chosen:
+        """The same without waiting for a device; ``uniform`` as :func:`draws` has it."""
+        settings = [s.group.request.sampling for s in seqs]
         if self.hierarchical and logits.device.type == "cpu" and logits.dtype == torch.float32 and native.library():
             self.adjust(logits, seqs)
-            return _by_kernel(logits, seqs)
+            return Chosen(torch.tensor(_by_kernel(logits, settings, uniform)), len(seqs))
         finite = torch.isfinite(logits.amax(1))
         self.adjust(logits, seqs)
-        settings = [s.group.request.sampling for s in seqs]
         kinds = [0 if s.greedy else 2 if _filters(s) else 1 for s in settings]
         parts, order = [], []
-        wide: Tensor | None = None
+        chosen = Chosen(logits, len(seqs))
         for kind in sorted(set(kinds)):
             some = [i for i, k in enumerate(kinds) if k == kind]
             order += some
@@ -82,30 +116,20 @@ class Sampler:
             if kind == 0:
                 parts.append(self.argmax(rows))
                 continue
-            uniform = put([seqs[i].rng.random() for i in some], torch.float64, logits.device)
+            numbers = put([uniform[i] for i in some], torch.float64, logits.device)
             x = rows / put([settings[i].temperature for i in some], logits.dtype, logits.device)[:, None]
             if kind == 1:
-                parts.append(topk.draw(x, uniform))
+                parts.append(topk.draw(x, numbers))
             else:
-                drawn, wide = self._filtered(x, [settings[i] for i in some], uniform)
+                drawn, wide = self._filtered(x, [settings[i] for i in some], numbers)
                 parts.append(drawn)
+                chosen.filtered, chosen.again = some, partial(self._again, x, [settings[i] for i in some], numbers)
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         if order != sorted(order):
             tokens = torch.empty_like(tokens).index_copy_(0, put(order, torch.int64, logits.device), tokens)
         tokens = tokens.where(finite, NOT_FINITE)
-        if wide is None:
-            return [int(t) for t in tokens.tolist()]
-        found: list[int] = torch.cat([tokens, wide]).tolist()
-        drawn_ids, larger = found[: len(seqs)], found[len(seqs) :]
-        again = [n for n, more in enumerate(larger) if more]
-        if again:  # whose nucleus is larger than its candidates
-            some = [i for i, k in enumerate(kinds) if k == 2]
-            at = put(again, torch.int64, logits.device)
-            found = self._whole(x[at], [settings[some[n]] for n in again], uniform[at]).tolist()
-            for n, token in zip(again, found, strict=True):
-                if drawn_ids[some[n]] != NOT_FINITE:
-                    drawn_ids[some[n]] = token
-        return drawn_ids
+        chosen.numbers = torch.cat([tokens, wide]) if chosen.filtered else tokens
+        return chosen
 
     def adjust(self, logits: Tensor, seqs: list[Sequence]) -> None:
         """Apply penalties, biases and constraints of the requests to rows of logits [R, V], in place."""
@@ -170,6 +194,12 @@ class Sampler:
         more = ~some & (nucleus >= width) & (inside >= width)
         return chosen, more[:, 0].long() if width < x.shape[1] else torch.zeros_like(chosen)
 
+    def _again(self, x: Tensor, settings: list[Sampling], uniform: Tensor, rows: list[int]) -> list[int]:
+        """The tokens of some of the rows ``x`` of :meth:`_filtered`, among the whole vocabulary."""
+        at = put(rows, torch.int64, x.device)
+        found: list[int] = self._whole(x[at], [settings[n] for n in rows], uniform[at]).tolist()
+        return found
+
     @staticmethod
     def _whole(x: Tensor, settings: list[Sampling], uniform: Tensor) -> Tensor:
         """Draws from rows ``x`` [R, V] with top-p or min-p among the whole vocabulary: [R]."""
@@ -199,11 +229,22 @@ class Sampler:
         return replace(found, top=tuple(zip(ids, values.tolist(), strict=True)))
 
 
-def _by_kernel(logits: Tensor, seqs: list[Sequence]) -> list[int]:
+def draws(seqs: list[Sequence]) -> list[float]:
+    """The next random number of each sequence that needs one; 0 for the others."""
+    return [0.0 if s.group.request.sampling.greedy else s.draw() for s in seqs]
+
+
+def give_back(seqs: list[Sequence], uniform: list[float]) -> None:
+    """Let numbers that :func:`draws` gave be the sequences' next ones again."""
+    for seq, number in zip(seqs, uniform, strict=True):
+        if not seq.group.request.sampling.greedy:
+            seq.returned.insert(0, number)
+
+
+def _by_kernel(logits: Tensor, settings: list[Sampling], uniform: list[float]) -> list[int]:
     """The same choices by the compiled kernel."""
-    asked = [(s.group.request.sampling, s.rng) for s in seqs]
-    choices = [(0.0, 1.0, 0.0, 0.0, 0) if s.greedy else (s.temperature, s.top_p, s.min_p, rng.random(), s.top_k)
-               for s, rng in asked]  # fmt: skip
+    choices = [(0.0, 1.0, 0.0, 0.0, 0) if s.greedy else (s.temperature, s.top_p, s.min_p, number, s.top_k)
+               for s, number in zip(settings, uniform, strict=True)]  # fmt: skip
     tokens = native.sample(logits.contiguous(), choices)
     if min(tokens) < 0:
         raise ValueError("no token is allowed")

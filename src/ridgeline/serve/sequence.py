@@ -1,4 +1,4 @@
-"""A sequence, and the request that it is part of: state without behavior."""
+"""A sequence, and the request that it is part of."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class Sequence:
     committed: int = 0
     """Number of leading blocks that are shared."""
     rng: random.Random = field(default_factory=random.Random)
+    returned: list[float] = field(default_factory=list)
+    """Its random numbers that were drawn for nothing, and come next."""
     counts: dict[int, int] = field(default_factory=dict)
     """How often each generated token occurs."""
     occurred: Occurred | None = None
@@ -53,11 +55,13 @@ class Sequence:
     error: str = ""
     admitted: int = -1
     """Admission number while it runs."""
+    pending: int = 0
+    """Tokens behind ``tokens`` that are chosen, are to be computed, and are not known to the host yet: 0 or 1."""
 
     @property
     def total(self) -> int:
         """Number of tokens to compute."""
-        return len(self.tokens) + len(self.draft)
+        return len(self.tokens) + self.pending + len(self.draft)
 
     @property
     def generated(self) -> int:
@@ -67,7 +71,12 @@ class Sequence:
     @property
     def width(self) -> int:
         """Sequences that it counts as: before its first token, all that will go on from its prompt."""
-        return 1 if self.generated or self.group.request.embed else self.group.request.sampling.sequences
+        begun = self.generated or self.pending or self.group.request.embed
+        return 1 if begun else self.group.request.sampling.sequences
+
+    def draw(self) -> float:
+        """Its next random number, in [0, 1)."""
+        return self.returned.pop(0) if self.returned else self.rng.random()
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +90,8 @@ class SequenceGroup:
     done: list[Sequence] = field(default_factory=list)
     """Ended outputs, where they are ranked before they are reported."""
     beams: Beams | None = None
+    plain: bool | None = None
+    """Whether tokens are chosen without those before, as far as the request tells; None: nobody has asked."""
     scope: bytes = b""
     """What the contents of a cache block depend on besides its tokens: salt, adapter and its version."""
     cached_tokens: int = -1

@@ -53,50 +53,58 @@ class CudaCapture:
 
 
 @dataclass
-class _Numbers:
-    """What a replay reads, on the host and on the device, where its address never changes."""
+class _Host:
+    """The host's copy of what a replay reads."""
 
-    host: Tensor
-    device: Tensor
+    whole: Tensor
     rows: np.ndarray
-    """int64 [3, B] of the host's copy: tokens, positions, slots."""
+    """int64 [3, B]: tokens, positions, slots."""
     lengths: np.ndarray
     """int32 [B]."""
     table: np.ndarray
     """int32 [B, blocks]."""
     sent: Any = None
-    """Recorded behind the last copy."""
+    """Recorded behind its last copy to the device."""
 
     @classmethod
-    def make(cls, batch: int, blocks: int, device: torch.device) -> _Numbers:
+    def make(cls, batch: int, blocks: int, device: torch.device) -> _Host:
         """Numbers of ``batch`` sequences with tables of ``blocks``."""
-        host = torch.from_numpy(np.zeros(4 * batch * (7 + blocks), dtype=np.uint8))
-        host = host.pin_memory() if device.type == "cuda" else host
-        there = torch.zeros(host.numel(), dtype=torch.uint8, device=device)
-        array, at = host.numpy(), (24 * batch, 28 * batch)
+        whole = torch.from_numpy(np.zeros(4 * batch * (7 + blocks), dtype=np.uint8))
+        whole = whole.pin_memory() if device.type == "cuda" else whole
+        array, at = whole.numpy(), (24 * batch, 28 * batch)
         rows, lengths, table = array[: at[0]].view(np.int64), array[at[0] : at[1]], array[at[1] :]
-        return cls(host, there, rows.reshape(3, batch), lengths.view(np.int32),
-                   table.view(np.int32).reshape(batch, blocks))  # fmt: skip
-
-    def on_device(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, lengths and table as the device has them."""
-        batch, blocks = self.table.shape
-        rows, lengths, table = self.device.split([24 * batch, 4 * batch, 4 * batch * blocks])
-        return (rows.view(torch.int64).view(3, batch), lengths.view(torch.int32),
-                table.view(torch.int32).view(batch, blocks))  # fmt: skip
+        return cls(whole, rows.reshape(3, batch), lengths.view(np.int32), table.view(np.int32).reshape(batch, blocks))
 
     def free(self) -> None:
-        """Wait until the last copy has read the host's numbers: they are about to change. It has, where a step's tokens
+        """Wait until the last copy has read the numbers: they are about to change. It has, where the tokens of its step
         were waited for."""
         if self.sent is not None and not self.sent.query():
             self.sent.synchronize()
 
-    def send(self) -> None:
-        """Copy them to the device; the host does not wait."""
-        self.device.copy_(self.host, non_blocking=True)
+
+class _Numbers:
+    """What a replay reads, on the device, where its address never changes; and two copies on the host, so that one can
+    be filled while the other is on its way."""
+
+    def __init__(self, batch: int, blocks: int, device: torch.device) -> None:
+        self.hosts = [_Host.make(batch, blocks, device) for _ in range(2)]
+        whole = self.device = torch.zeros(self.hosts[0].whole.numel(), dtype=torch.uint8, device=device)
+        rows, lengths, table = whole.split([24 * batch, 4 * batch, 4 * batch * blocks])
+        self.rows, self.lengths = rows.view(torch.int64).view(3, batch), lengths.view(torch.int32)
+        self.table = table.view(torch.int32).view(batch, blocks)
+
+    def next(self) -> _Host:
+        """The copy to fill."""
+        self.hosts.reverse()
+        self.hosts[0].free()
+        return self.hosts[0]
+
+    def send(self, host: _Host) -> None:
+        """Copy it to the device; the host does not wait."""
+        self.device.copy_(host.whole, non_blocking=True)
         if self.device.is_cuda:
-            self.sent = self.sent or torch.cuda.Event()
-            self.sent.record()
+            host.sent = host.sent or torch.cuda.Event()
+            host.sent.record()
 
 
 @dataclass
@@ -142,31 +150,32 @@ class StepGraphs:
     def run(self, step: PackedStep, key: tuple[int, int]) -> Tensor:
         """Do a step by its graph → [T, H], which the next step overwrites."""
         graph, n, size = self.graphs[key], len(step.pieces), self.runner.block_size
-        numbers = graph.numbers
-        numbers.free()
-        self._pad(numbers, n)
-        numbers.rows[0, :n], numbers.rows[1, :n], numbers.rows[2, :n] = step.ids, step.at, step.slots
+        host = graph.numbers.next()
+        self._pad(host, n)
+        host.rows[0, :n], host.rows[1, :n], host.rows[2, :n] = step.ids, step.at, step.slots
         for i, piece in enumerate(step.pieces):
             used = -(-piece.length // size)
-            numbers.lengths[i] = piece.length
-            numbers.table[i, :used] = np.frombuffer(piece.blocks, dtype=np.int32, count=used)
-        numbers.send()
+            host.lengths[i] = piece.length
+            host.table[i, :used] = np.frombuffer(piece.blocks, dtype=np.int32, count=used)
+        graph.numbers.send(host)
+        step.fill(graph.numbers.rows[0])
         graph.replay()
         return graph.out[:n]
 
-    def _pad(self, numbers: _Numbers, n: int) -> None:
+    def _pad(self, host: _Host, n: int) -> None:
         """Rows from ``n`` on are padding: token 0 at place 0 of a sequence of one."""
-        numbers.rows[:2, n:] = 0
-        numbers.rows[2, n:] = self.pad * self.runner.block_size
-        numbers.lengths[n:] = 1
-        numbers.table[n:, 0] = self.pad
+        host.rows[:2, n:] = 0
+        host.rows[2, n:] = self.pad * self.runner.block_size
+        host.lengths[n:] = 1
+        host.table[n:, 0] = self.pad
 
     def _captured(self, batch: int, width: int) -> _Graph:
         runner, layout = self.runner, self.runner.layout
-        numbers = _Numbers.make(batch, width, runner.device)
-        self._pad(numbers, 0)
-        numbers.send()
-        rows, lengths, table = numbers.on_device()
+        numbers = _Numbers(batch, width, runner.device)
+        host = numbers.next()
+        self._pad(host, 0)
+        numbers.send(host)
+        rows, lengths, table = numbers.rows, numbers.lengths, numbers.table
         spec = runner.model.spec
         (launch,) = launches([1] * batch, spec.num_heads // spec.num_kv_heads, spec.cached_dim, runner.kind)
         items = torch.tensor(launch.items, dtype=torch.int32).to(runner.device)

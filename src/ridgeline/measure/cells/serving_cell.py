@@ -31,7 +31,7 @@ from ridgeline.serve.engine import Engine
 from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.metrics import Metrics
 from ridgeline.serve.queue_limits import QueueLimits
-from ridgeline.serve.runner import PackedStep
+from ridgeline.serve.runner import Arranged, PackedStep
 from ridgeline.serve.server import Server
 from ridgeline.serve.service import Service
 from ridgeline.spec.errors import UserError
@@ -109,11 +109,11 @@ def _count(engine: Engine) -> dict[tuple[str, int], list[float]]:
     """What rank 0 sends in collectives in a step of one token, known when there was one; the warm-up has some."""
     plain, sent = engine.runner.execute, {}
 
-    def counted(step: PackedStep) -> Tensor:
+    def counted(step: PackedStep, arranged: Arranged | None = None) -> Tensor:
         if len(step.ids) > 1:
-            return plain(step)
+            return plain(step, arranged)
         with Wire() as wire:
-            out = plain(step)
+            out = plain(step, arranged)
         sent.update({key: value for key, value in wire.counts.items() if key[0] != "p2p"})
         engine.runner.execute = plain  # type: ignore[method-assign]
         return out

@@ -22,11 +22,15 @@ def fake_trace_tables(steps: Mapping[str, StepTrace], launch_latency: float, pre
         kernels = f"{step.launches} + {step.replayed}" if step.replayed else str(step.launches)
         compared = predicted if name in ("step", "decode") else None
         share = "" if not compared else percent(host / compared)
-        rows.append([name, kernels, str(step.waited), seconds(host),
+        rows.append([name, kernels, str(step.waited), str(step.behind) if step.waited else "", seconds(host),
                      "" if compared is None else seconds(compared), share])  # fmt: skip
-    columns = [Column("step", align="left"), *map(Column, ("launches", "waits", "launching", "predicted", "share"))]
+    columns = [
+        Column("step", align="left"),
+        *map(Column, ("launches", "waits", "behind", "launching", "predicted", "share")),
+    ]
     notes = ["where launching takes longer than the predicted step, the GPU waits for the host",
-             "an operator counts as one launch (a few make more), a CUDA graph too; + its kernels"]  # fmt: skip
+             "an operator counts as one launch (a few make more), a CUDA graph too; + its kernels",
+             "behind: launches that the GPU has left while the host waits; 0: then it waits for the host"]  # fmt: skip
     tables = [Table("on a GPU that is not there", columns, rows, notes)]
     for name, step in steps.items():
         if step.wrong:
@@ -47,7 +51,7 @@ def fake_trace_tables(steps: Mapping[str, StepTrace], launch_latency: float, pre
 def fake_trace_json(steps: Mapping[str, StepTrace]) -> dict[str, Any]:
     """The same as plain data."""
     return {
-        name: {"launches": s.launches, "replayed": s.replayed, "waits": [vars(w) for w in s.waits],
+        name: {"launches": s.launches, "replayed": s.replayed, "behind": s.behind, "waits": [vars(w) for w in s.waits],
                "operators": s.operators, "places": s.places, "wrong": s.wrong, "sequences": s.sequences}
         for name, s in steps.items()
     }  # fmt: skip

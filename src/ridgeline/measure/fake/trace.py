@@ -38,6 +38,8 @@ class StepTrace:
     sequences: int = 0
     replayed: int = 0
     """Kernels of CUDA graphs that the step replays, each by one launch."""
+    behind: int = 0
+    """Launches that the device has left to do, at least, while the host waits."""
 
     @property
     def waited(self) -> int:
@@ -82,7 +84,7 @@ def _steps(found: dict[str, Any]) -> dict[str, StepTrace]:
     return {
         name: StepTrace(
             s["launches"], s["operators"], s["places"], [Wait(**w) for w in s["waits"]],
-            list(dict.fromkeys([*s["wrong"], *s.get("failed", [])])), s.get("sequences", 0), s["replayed"],
+            list(dict.fromkeys([*s["wrong"], *s.get("failed", [])])), s.get("sequences", 0), s["replayed"], s["behind"],
         )
         for name, s in found["steps"].items()
     }  # fmt: skip

@@ -63,6 +63,8 @@ class Tracer(TorchDispatchMode):
         """Above 0: stand-ins are computing what a device has one kernel for."""
         self.recorded: int | None = None
         """Launches that a CUDA graph records just now, during which the host cannot wait; None: none does."""
+        self.total = 0
+        """Launches since the beginning, which :meth:`reset` leaves."""
         self.reset()
 
     def reset(self) -> None:
@@ -70,6 +72,8 @@ class Tracer(TorchDispatchMode):
         self.operators: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
         self.waits: Counter[tuple[str, str]] = Counter()
+        self.behind: int | None = None
+        """Least number of launches that were queued behind what the host waited for: the device's work meanwhile."""
         self.wrong: Counter[str] = Counter()
         self.replayed = 0
         """Kernels of replayed graphs, which the host does not launch."""
@@ -82,14 +86,17 @@ class Tracer(TorchDispatchMode):
             self.recorded += 1
             return
         self.operators[name] += 1
+        self.total += 1
         self.places[place()] += 1
 
-    def waited(self, kind: str) -> None:
-        """Count a wait of the host. Raises :class:`RuntimeError` while a graph is captured, as CUDA does."""
+    def waited(self, kind: str, behind: int = 0) -> None:
+        """Count a wait of the host, ``behind`` which the device has that many launches left to do. Raises
+        :class:`RuntimeError` while a graph is captured, as CUDA does."""
         if self.recorded is not None:
             raise RuntimeError(f"{kind} at {place()}: the host cannot wait while a CUDA graph is captured")
         if not self.muted:
             self.waits[kind, place()] += 1
+            self.behind = behind if self.behind is None else min(self.behind, behind)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -138,7 +145,13 @@ class Tracer(TorchDispatchMode):
             target = torch.device(kwargs.get("device") or source.device) if name == "_to_copy" else args[0].device
             free = kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True)
             kinds = {source.device.type, target.type}
-            if isinstance(source, Tensor) and kinds == {"cpu", "cuda"} and not (free and target.type == "cuda"):
+            if (
+                isinstance(source, Tensor)
+                and kinds == {"cpu", "cuda"}
+                and not (
+                    free and (target.type == "cuda" or name == "_to_copy")  # to the host: into pinned memory of its own
+                )
+            ):
                 self.waited("copy to the device" if target.type == "cuda" else "copy to the host")
         elif name in ("index", "index_put", "index_put_") and args[0].device.type == "cuda":
             which = [i for i in args[1] if isinstance(i, Tensor)]
@@ -172,6 +185,7 @@ class Tracer(TorchDispatchMode):
         return {
             "launches": sum(self.operators.values()),
             "replayed": self.replayed,
+            "behind": self.behind or 0,
             "operators": dict(self.operators.most_common()),
             "places": dict(self.places.most_common()),
             "waits": [{"kind": k, "place": p, "count": n} for (k, p), n in self.waits.most_common()],

@@ -1,0 +1,157 @@
+"""What the server's Python takes from the engine: steps with many streams over HTTP beside the same steps without.
+
+    python benchmarks/serve_streams.py [--streams 64,128] [--rounds 5] [--out benchmarks/results/serve_streams.json]
+
+Every stream decodes the same number of tokens and gets each as an event. ``bare``: milliseconds of a step of an engine
+alone in a process, with as many sequences (16 or more: the server is asked for its steps while they run); ``sync`` and
+``async``: of the server, without and with asynchronous scheduling, while all streams run. ``engine`` and ``http``: CPU
+milliseconds a step of the server's threads: those that compute and schedule, and the one of the event loop. Ratios are
+of rounds in turns. The client reads bytes and parses nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.serve.running import process, tiny
+
+from ridgeline.measure.environment import fingerprint, load_average
+
+TOKENS, WARM = 200, 0.3
+TICK = 1e3 / os.sysconf("SC_CLK_TCK")
+MODELS = {"two layers of 32": {}, "four layers of 256": {"hidden_size": 256, "intermediate_size": 688,
+          "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64}}  # fmt: skip
+
+
+def bare(folder: Path, streams: int) -> float:
+    """Milliseconds of a decode step of the engine alone, in a process of its own."""
+    made = subprocess.run([sys.executable, __file__, "--bare", f"{folder}:{streams}"], check=True, capture_output=True,
+                          text=True)  # fmt: skip
+    return float(made.stdout.splitlines()[-1])
+
+
+def alone(folder: Path, streams: int) -> float:
+    from ridgeline.measure.environment import spare_core
+    from ridgeline.serve.build_engine import load_engine
+    from ridgeline.serve.request import EngineRequest, Sampling
+
+    engine = load_engine(folder)
+    for i in range(streams):
+        engine.add(EngineRequest(str(i), [1 + i % 99] * 4, Sampling(max_tokens=TOKENS, temperature=0.0,
+                                                                    ignore_eos=True)))  # fmt: skip
+    times = []
+    with spare_core():
+        while engine.has_work():
+            start = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[int(WARM * TOKENS) :])
+
+
+def threads(pid: int) -> dict[str, float]:
+    """CPU milliseconds of a process's threads so far: the event loop's, and those of all others."""
+    found = {"http": 0.0, "engine": 0.0}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        fields = (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        found["http" if task.name == str(pid) else "engine"] += TICK * (int(fields[11]) + int(fields[12]))
+    return found
+
+
+def steps(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics") as reply:
+        text = reply.read().decode()
+    return float(next(line.split()[-1] for line in text.splitlines() if line.startswith("ridgeline_steps_total")))
+
+
+async def stream(host: str, port: int, i: int) -> None:
+    body = json.dumps({"prompt": [1 + i % 99] * 4, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+                       "stream": True})  # fmt: skip
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                 f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())  # fmt: skip
+    while await reader.read(1 << 16):
+        pass
+    writer.close()
+
+
+async def run(url: str, pid: int, streams: int) -> dict[str, float]:
+    """Milliseconds a step, and CPU milliseconds a step of the server's threads, while all streams decode."""
+    host, port = url.removeprefix("http://").split(":")
+    loop = asyncio.get_running_loop()
+    first = await loop.run_in_executor(None, steps, url)
+    waiting = [asyncio.ensure_future(stream(host, int(port), i)) for i in range(streams)]
+    seen: list[tuple[float, float, dict[str, float]]] = []
+    while not any(t.done() for t in waiting):
+        now = await loop.run_in_executor(None, steps, url)
+        if now - first > WARM * TOKENS:
+            seen.append((time.perf_counter(), now, threads(pid)))
+        await asyncio.sleep(0.05)
+    await asyncio.gather(*waiting)
+    (t0, n0, c0), (t1, n1, c1) = seen[0], seen[-2]
+    return {"step": 1e3 * (t1 - t0) / (n1 - n0), **{k: (c1[k] - c0[k]) / (n1 - n0) for k in c0}}
+
+
+def measured(folder: Path, streams: int, rounds: int) -> dict[str, Any]:
+    both = {"sync": "--no-async-scheduling", "async": "--async-scheduling"}
+    found: dict[str, list[Any]] = {name: [] for name in ("bare", *both)}
+    for _ in range(rounds):
+        found["bare"].append(bare(folder, streams))
+        for name, flag in both.items():
+            with process(folder, flag, "--max-num-seqs", str(streams)) as server:
+                found[name].append(asyncio.run(run(server.url, server.process.pid, streams)))
+    row: dict[str, Any] = {"bare": spread(found["bare"])}
+    for name in both:
+        row[name] = {k: spread([one[k] for one in found[name]]) for k in ("step", "engine", "http")}
+        row[f"{name} over bare"] = spread([o["step"] / b for o, b in zip(found[name], found["bare"], strict=True)])
+    pairs = zip(found["async"], found["sync"], strict=True)
+    row["async over sync"] = spread([a["step"] / s["step"] for a, s in pairs])
+    return row
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", default="64,128")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/serve_streams.json"))
+    args = parser.parse_args()
+    if args.bare:
+        folder, _, streams = args.bare.rpartition(":")
+        print(alone(Path(folder), int(streams)))
+        return
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, fields in MODELS.items():
+            checkpoint = tiny(Path(folder) / name.replace(" ", "-"), **fields)
+            for streams in map(int, args.streams.split(",")):
+                row = rows[f"{name}, {streams} streams"] = measured(checkpoint, streams, args.rounds)
+                print(f"{name}, {streams} streams: bare {row['bare']['median']:.2f} ms", end="")
+                for way in ("sync", "async"):
+                    r = row[way]
+                    print(f"; {way} {r['step']['median']:.2f} (engine {r['engine']['median']:.2f}, http"
+                          f" {r['http']['median']:.2f})", end="")  # fmt: skip
+                ratio = row["async over sync"]
+                print(f"; async/sync {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]", flush=True)
+    result = {"environment": {**fingerprint(), "load": load_average()}, "unit": "milliseconds", "rows": rows}
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
