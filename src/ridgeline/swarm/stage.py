@@ -45,7 +45,7 @@ def training_identity(e: Experiment, stages: int) -> str:
 
 def shared_layers(e: Experiment) -> int:
     """How many consecutive layers share their weights, as the plan says; 1: none do."""
-    return int(e.plan.option("swarm", "shared") or 1)
+    return max((make(c).layers_per_weights() for c in e.plan.calls), default=1)
 
 
 def require_trainable(e: Experiment) -> None:

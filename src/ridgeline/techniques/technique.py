@@ -182,6 +182,10 @@ class Technique(BaseModel):
         none."""
         return 0
 
+    def layers_per_weights(self) -> int:
+        """In training: number of consecutive layers that share one set of weights; 1: each has its own."""
+        return 1
+
     def micro_batches(self, e: Experiment) -> int:
         """In task generate: parts of the batch that pass through the model's layers one after the other."""
         return 1

@@ -53,6 +53,10 @@ class Swarm(Technique):
         """The outermost mesh axis."""
         return {"pp": self.stages}
 
+    def layers_per_weights(self) -> int:
+        """As ``shared`` says."""
+        return self.shared
+
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """Powers of two, over the network of the defaults: a search does not know another."""
