@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from ridgeline.serve.app import create_app
 from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
 from ridgeline.serve.checkpoint_settings import Options
 from ridgeline.serve.queue_limits import QueueLimits
+from ridgeline.serve.remote_engine import RemoteEngine
 from ridgeline.serve.server import Server, make_service
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.registry import make
@@ -79,11 +81,16 @@ def process(folder: Path, *options: str):
 class Running:
     """A server and what it is made of."""
 
-    def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(),
-                 connections=None, root_path="", origins=(), options=None, tls=None, **workload) -> None:  # fmt: skip
-        self.engine = load_engine(
-            folder, [*DEFAULT_PLAN, *plan], **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload}
+    def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(), connections=None,
+                 root_path="", origins=(), options=None, tls=None, apart=False, **workload) -> None:  # fmt: skip
+        """``apart``: the engine has a process of its own."""
+        build = partial(
+            load_engine,
+            folder,
+            [*DEFAULT_PLAN, *plan],
+            **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload},
         )
+        self.engine = RemoteEngine(build).wait_ready() if apart else build()
         self.service = make_service(
             self.engine, folder, limits or QueueLimits(), name="tiny", options=options or Options()
         )
@@ -108,6 +115,8 @@ class Running:
         self.server.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
+        if isinstance(self.engine, RemoteEngine):
+            assert self.engine.close()
 
     def assert_idle(self) -> None:
         """Nothing is left of any request."""
