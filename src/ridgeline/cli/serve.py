@@ -145,7 +145,7 @@ def serve(
         typer.Option(
             "--engine-process/--no-engine-process",
             " /--disable-frontend-multiprocessing",
-            help="Run the engine in a process of its own, beside HTTP and text.",
+            help="Run the engine in a process of its own, beside HTTP and text (by default with two cores or more).",
         ),
     ] = None,
     stall_timeout: Annotated[
@@ -222,13 +222,14 @@ def serve(
 
 def _apart(asked: EngineOptions, wanted: bool | None) -> bool:
     """Whether the engine gets a process of its own. Raises :class:`UserError` where that is wanted and cannot be."""
+    from ridgeline.measure.environment import cores
     from ridgeline.spec.errors import UserError
     from ridgeline.techniques.registry import bringing
 
     exchanging = bool(asked.names().intersection(bringing("phase_pools")))
     if wanted and exchanging:
         raise UserError("--engine-process does not apply to servers that send and receive caches", "leave it out")
-    return bool(wanted) and not exchanging
+    return not exchanging and (cores() > 1 if wanted is None else wanted)
 
 
 def _require_secret(role: str, secret: bytes) -> None:
