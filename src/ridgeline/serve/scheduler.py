@@ -217,7 +217,7 @@ class Scheduler:
 
 
 def share(scheduler: Scheduler, policy: str) -> None:
-    """Let ``policy`` (see :data:`.fair_shares.POLICIES`) decide who goes next. Raises :class:`UserError` where it cannot."""
+    """Let ``policy`` (see :mod:`.fair_shares`) decide who goes next. Raises :class:`UserError` where it cannot."""
     if policy == "fair" and scheduler.order is not None:
         raise UserError("the plan orders the queue by batches' cost, not by clients", "leave length_dp out")
     scheduler.fair = FairShares() if policy == "fair" else None
