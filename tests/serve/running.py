@@ -83,14 +83,15 @@ class Running:
 
     def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(), connections=None,
                  root_path="", origins=(), options=None, tls=None, apart=False, **workload) -> None:  # fmt: skip
-        """``apart``: the engine has a process of its own."""
+        """``apart``: the engine has a process of its own, where a function given changes it."""
         build = partial(
             load_engine,
             folder,
             [*DEFAULT_PLAN, *plan],
             **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload},
         )
-        self.engine = RemoteEngine(build).wait_ready() if apart else build()
+        changed = partial(apart, build) if callable(apart) else build
+        self.engine = RemoteEngine(changed).wait_ready() if apart else build()
         self.service = make_service(
             self.engine, folder, limits or QueueLimits(), name="tiny", options=options or Options()
         )
@@ -120,6 +121,10 @@ class Running:
 
     def assert_idle(self) -> None:
         """Nothing is left of any request."""
+        if isinstance(self.engine, RemoteEngine):
+            self.wait(lambda: self.loop.queued == (0, 0) and not self.loop.open_streams)
+            self.wait(lambda: not (s := self.loop.stats).waiting and not s.running and not s.blocks_used)
+            return
         self.wait(lambda: not self.engine.has_work() and not self.loop.open_streams)
         assert not self.engine.groups
         assert self.engine.blocks.used == 0
