@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -160,13 +161,11 @@ def serve(
     """Serve a checkpoint over an OpenAI-compatible API."""
     require_package("fastapi")
     from ridgeline.measure.environment import spare_core
-    from ridgeline.serve.app import create_app, path_prefix
+    from ridgeline.serve.address import loopback, path_prefix
     from ridgeline.serve.checkpoint_settings import Options
     from ridgeline.serve.fair_shares import POLICIES
     from ridgeline.serve.queue_limits import QueueLimits
     from ridgeline.serve.remote_engine import RemoteEngine
-    from ridgeline.serve.server import loopback, make_service
-    from ridgeline.serve.server import serve as run
     from ridgeline.spec.errors import UserError, unknown
     from ridgeline.techniques.registry import bringing
 
@@ -196,26 +195,33 @@ def serve(
         more = (*more, *(f"{name}:role={role}" for name in bringing("phase_pools")))
     asked = EngineOptions(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype, more,
                           (device_memory, host_memory, disk), scheduling_policy, async_scheduling)  # fmt: skip
-    make = partial(build, asked)
-    engine = RemoteEngine(make, spare_core).wait_ready() if _apart(asked, engine_process) else make()
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, ttft_slo, stall_timeout)
-    service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options)
-    if adapters is not None:
-        service.load_all(adapters)
-    service.loop.rebuild = service.loop.rebuild or make
-    member = _member(service.loop, secret, host, transfer_port, tls)
-    asgi = create_app(service, keys, admin_keys, body or 0, prefix, allowed_origins or ())
-    say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
-    with spare_core():
-        well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections, tls)
-    if member is not None:
-        member.close()
-    if isinstance(engine, RemoteEngine):
-        if not engine.close():
-            say("the engine hangs in a step: killed")
-            well = False
-    elif not service.loop.asleep:
-        service.loop.engine.close()
+    make = partial(build, asked)
+    with ExitStack() as ended:
+        remote = RemoteEngine(make, spare_core) if _apart(asked, engine_process) else None
+        if remote is not None:
+            ended.callback(remote.close)
+        # These take long to import: meanwhile the other process loads the model.
+        from ridgeline.serve.app import create_app
+        from ridgeline.serve.server import make_service
+        from ridgeline.serve.server import serve as run
+
+        engine = remote.wait_ready() if remote is not None else make()
+        service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options)
+        if adapters is not None:
+            service.load_all(adapters)
+        service.loop.rebuild = service.loop.rebuild or make
+        member = _member(service.loop, secret, host, transfer_port, tls)
+        asgi = create_app(service, keys, admin_keys, body or 0, prefix, allowed_origins or ())
+        say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
+        with nullcontext() if remote is not None else spare_core():
+            well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections, tls)
+        if member is not None:
+            member.close()
+        if remote is not None:
+            well = remote.close() and well
+        elif not service.loop.asleep:
+            service.loop.engine.close()
     if not well:
         raise typer.Exit(1)
 
@@ -254,12 +260,12 @@ def _require_peers(tls: Tls | None) -> None:
 
 def _member(loop: EngineLoop, secret: bytes, host: str, port: int, tls: Tls | None) -> FleetMember | None:
     """The server as a member of a fleet, if its plan makes it one. Raises :class:`UserError` without a secret."""
-    from ridgeline.serve.transfer.member import FleetMember
-
     role = loop.engine.role
     if not role:
         _require_peers(tls)
         return None
+    from ridgeline.serve.transfer.member import FleetMember
+
     _require_secret(role, secret)
     loop.member = FleetMember(loop, role, secret, host, port, say, tls)
     say(f"{role}: caches of prompts on port {loop.member.port}")

@@ -7,6 +7,7 @@ sends it. What finds a stop string here ends the output there; the tokens that i
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import selectors
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ridgeline.serve.metrics import Metrics
     from ridgeline.serve.queue_limits import QueueLimits
 
+log = logging.getLogger("ridgeline.serve")
 _READ = 1 << 20
 _CLOSE = 10.0
 """Seconds that the process has to end."""
@@ -136,6 +138,7 @@ class RemoteEngine:
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
+            log.error("the engine hangs in a step: killed")
             self.process.kill()
             self.process.wait()
             return False
