@@ -297,7 +297,7 @@ def test_an_engine_that_ends_fails_everybody_clearly(folder, how):
         server.thread.join(20)  # the server ends by itself
         assert not server.thread.is_alive()
         assert isinstance(server.loop.failure, EngineLost)
-        assert ("SIGKILL" if how == "killed" else "exit code 1") in str(server.loop.failure)
+        assert ("SIGKILL" if how == "killed" else "RuntimeError: the kernel is gone") in str(server.loop.failure)
 
 
 def test_a_step_that_hangs_is_ill_health(folder):

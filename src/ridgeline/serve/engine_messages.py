@@ -47,6 +47,7 @@ class Kind(IntEnum):
     REFUSED = 10
     REPORT = 11
     ANSWER = 12
+    FAILED = 13
 
 
 @dataclass(frozen=True)

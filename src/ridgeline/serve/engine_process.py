@@ -90,13 +90,15 @@ class EngineProcess:
                     pass
         except _Gone:
             pass
-        except Exception:
+        except Exception as e:
             log.exception("the engine failed")
+            self._send(Kind.FAILED, f"{type(e).__name__}: {e}".encode())  # at once: the rest may take a while
             return 1
-        if self._transfers is not None:
-            self._transfers.close()
-        if self._engine is not None:
-            self._engine.close()
+        finally:
+            if self._transfers is not None:
+                self._transfers.close()
+            if self._engine is not None:
+                self._engine.close()
         return 0
 
     def _build(self, job: Job) -> None:

@@ -244,8 +244,9 @@ class RemoteEngine:
 
     def rouse(self) -> None:
         """End a :meth:`wait`, or the next one at once; from any thread."""
-        with contextlib.suppress(BlockingIOError, OSError):  # it is told already, or closed
-            os.write(self._tell, b".")
+        if not self._closed:
+            with contextlib.suppress(BlockingIOError):  # it is told already
+                os.write(self._tell, b".")
 
     def report(self) -> StepReport | None:
         """The next step that has been reported."""
@@ -282,6 +283,9 @@ class RemoteEngine:
             elif kind is Kind.ANSWER:
                 self._handled, value, error = pickle.loads(contents)
                 self._answers.append((value, error))
+            elif kind is Kind.FAILED:
+                self._lost, self._since = True, None
+                raise EngineLost(contents.decode())
         self._since = time.monotonic() if self._busy or self._sent > self._handled else None
 
     def _received(self, flags: int) -> bytes:
@@ -292,8 +296,7 @@ class RemoteEngine:
             data = b""
         if data:
             return data
-        self._lost = True
-        self._since = None
+        self._lost, self._since = True, None
         try:
             code = self.process.wait(_CLOSE)
         except subprocess.TimeoutExpired:
