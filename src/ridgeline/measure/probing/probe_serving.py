@@ -121,7 +121,7 @@ def _http(device: torch.device, quick: bool) -> dict[str, float]:
     from ridgeline.measure.cells.serving_cell import serve_load
 
     def ask(clients: int, requests: int, output: int, rate: float | None = None) -> dict[str, float]:
-        load = {"rate": rate, "concurrency": None} if rate else {}
+        load: dict[str, Any] = {"rate": rate, "concurrency": None} if rate else {}
         e = serving_experiment(narrow(2), clients, requests=requests, prompt_len=1, output_len=output, **load)
         found = serve_load(e, device, lambda _: None)
         return {name: m.value for name, m in found.metrics.items()}
