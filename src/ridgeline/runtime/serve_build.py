@@ -57,5 +57,5 @@ class ServeBuild(Scheduling, Build):
     per_task: bool = False
     """Whether the batching function needs the costs of adapters."""
     block_store: Callable[[Sequence[Sequence[torch.Tensor]], int], BlockStore] | None = None
-    """Makes a store for the cache blocks that the pool drops, from each layer's tensors of the pool and the size of a block;
-    None: their contents are lost."""
+    """Makes a store for the cache blocks that the pool drops, from each layer's tensors of the pool and the size of a
+    block; None: their contents are lost."""

@@ -6,8 +6,8 @@ file. A file holds a magic number, the fingerprint of model and pool, a checksum
 what does not agree is not there. A ``persistent`` store leaves its files for the next start.
 
 Blocks come back layer by layer: all blocks' parts of layer i + 1 are read while layer i computes (FlexGen's overlap,
-arXiv:2303.06865, at the grain of a serving step). That a part is damaged may therefore turn out in the middle of a pass;
-the sequences that hold it must then be computed again (:meth:`Restoring.finish`).
+arXiv:2303.06865, at the grain of a serving step). That a part is damaged may therefore turn out in the middle of a
+pass; the sequences that hold it must then be computed again (:meth:`Restoring.finish`).
 """
 
 from __future__ import annotations
