@@ -65,9 +65,14 @@ class Restoring:
         self._waited = 0
         self._done = False
 
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self._layers)
+
     def wait(self, layer: int) -> None:
         """Return when the pool has ``layer`` (on a GPU: when the current stream will), and all before it."""
-        while self._waited <= layer < len(self._layers):
+        while self._waited <= layer < self.layers:
             for part in self._layers[self._waited]:
                 event = part.result()
                 if event is not None:
@@ -76,7 +81,7 @@ class Restoring:
 
     def finish(self) -> set[int]:
         """Wait for all layers → the pool's blocks whose contents could not be brought: gone, short or damaged."""
-        self.wait(len(self._layers) - 1)
+        self.wait(self.layers - 1)
         if not self._done:
             self._done = True
             self._store.end(self._coming, self._lost)
