@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
 
@@ -56,6 +56,6 @@ class ServeBuild(Scheduling, Build):
     """Prompts with fewer tokens are sent at once, longer ones layer by layer."""
     per_task: bool = False
     """Whether the batching function needs the costs of adapters."""
-    block_store: Callable[[Iterable[torch.Tensor], int], BlockStore] | None = None
-    """Makes a store for the cache blocks that the pool drops, from the pool's tensors and the size of a block; None:
-    their contents are lost."""
+    block_store: Callable[[Sequence[Sequence[torch.Tensor]], int], BlockStore] | None = None
+    """Makes a store for the cache blocks that the pool drops, from each layer's tensors of the pool and the size of a
+    block; None: their contents are lost."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.kernels.dispatch import has_triton
+from ridgeline.nn.memory.block_store import Restoring
 from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
 from ridgeline.nn.memory.decoder import Decoder, Pool
 from ridgeline.nn.memory.kv_pool import (
@@ -142,6 +143,8 @@ class Runner:
                 self.layout.write = store_tokens
         self.after_layer: Callable[[int], None] | None = None
         """Called when a layer has written its keys and values, with its number; not by the decoder below."""
+        self.restoring: Restoring | None = None
+        """Blocks that come into the pool during this step, each layer's before the layer needs them."""
         self.kinds: Tensor | None = None
         """The kind of each row of this step, [1, T]; None: all are of kind 0."""
         self.decoder: Decoder | None = None
@@ -154,9 +157,9 @@ class Runner:
             for kind in {bool(block.windowed) for block in model.layers.values()}  # longest that may come
         }
 
-    def pool(self) -> list[Tensor]:
-        """The tensors of the pool, [1, G, slots, ·] each, of all layers."""
-        return [t for cache in self.cache.values() if isinstance(cache, PagedCache) for t in cache.tensors()]
+    def pool(self) -> list[list[Tensor]]:
+        """The tensors of the pool, [1, G, slots, ·] each, by layer."""
+        return [cache.tensors() for cache in self.cache.values() if isinstance(cache, PagedCache)]
 
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
         """Compute the next tokens of each sequence → what the head reads, [T, H], in the batch's order."""
@@ -223,6 +226,7 @@ class Runner:
     def execute(self, step: PackedStep, arranged: Arranged | None = None) -> Tensor:
         """Do a step: copies, then the packed pass. The next step may overwrite the result."""
         if self.graphs is not None and (key := self.graphs.find(step)) is not None:
+            self._await(len(self.cache) - 1)
             return self.graphs.run(step, key)
         found = self._lay_out(step, arranged)
         ids, at = found.ids, found.at
@@ -281,14 +285,21 @@ class Runner:
         if decoder is not None and s is not None and len(s.rows) == x.shape[1] <= decoder.most_rows:
             if self._described is None:
                 self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
+            self._await(len(self.cache) - 1)
             return decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
         for i, name in enumerate(names or self.model.layers):
             block = self.model.layers[name]
             kind = bool(block.windowed)
+            self._await(i)
             x = block(x, NO_MASK if kind else scaled, ropes[kind], self.cache[name])
             if self.after_layer is not None:
                 self.after_layer(i)
         return x
+
+    def _await(self, layer: int) -> None:
+        """Have the blocks of a layer, and of those before it, in the pool."""
+        if self.restoring is not None:
+            self.restoring.wait(layer)
 
     def norm(self, x: Tensor) -> Tensor:
         """The final norm, where the family has one."""

@@ -152,16 +152,29 @@ class Scheduler:
         return self.blocks.grow(seq, max(tokens, seq.n_computed + n), longest)
 
     def _preempt(self, seq: Sequence, batch: StepBatch) -> None:
-        self.running.remove(seq)
         batch.tokens.pop(seq, None)
         batch.preempted.append(seq)
         held = set(seq.blocks)
         batch.copies = [c for c in batch.copies if c[1] not in held]
+        self._put_back(seq)
+        self.preemptions += 1
+        seq.group.preemptions += 1
+
+    def _put_back(self, seq: Sequence) -> None:
+        self.running.remove(seq)
         self.blocks.release(seq)
         seq.admitted, seq.draft, seq.group.hidden = -1, [], None
         self._again(seq)
-        self.preemptions += 1
-        seq.group.preemptions += 1
+
+    def compute_again(self, seq: Sequence) -> None:
+        """Put back a running sequence that holds a block without the contents that it was taken for; one that has
+        generated nothing yet joins as if it were new."""
+        group, total = seq.group, len(seq.tokens)
+        if not seq.generated and group.cached_tokens >= 0:
+            if self.fair is not None:
+                self.fair.admit(group.request.client, group.cached_tokens - total)
+            group.cached_tokens = -1
+        self._put_back(seq)
 
     def _idle(self) -> Sequence | None:
         """The last beam that only waits for others of its search: recomputing it is better than a deadlock."""
