@@ -54,7 +54,7 @@ class Speculation:
     tokens: int
     """Tokens of one draft."""
     acceptance: float
-    """Probability that a drafted token is kept, each like the next."""
+    """Probability that a drafted token is kept, each like the next; of a tree, that one of those behind a kept one is."""
     model: ModelSpec | None = None
     """The smaller model that drafts; None: drafts cost nothing."""
     nodes: int = 0
@@ -68,6 +68,11 @@ class Speculation:
     def expected_tokens(self) -> float:
         """Expected tokens per pass: (1 - a^(k+1)) / (1 - a) (arXiv:2211.17192, equation 1)."""
         return sum(self.acceptance**i for i in range(self.tokens + 1))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a sequence in the pass that checks a draft: the last known token's and those of all drafted ones."""
+        return 1 + (self.nodes or self.tokens)
 
 
 Cost = Callable[[int, int], float]

@@ -86,12 +86,11 @@ def draft_loss(
     (arXiv:2401.15077, section 3.2). ``labels`` [B, S]: -100 where there is no loss; their values do not matter, as the
     targets are the model's own. No gradient reaches ``features`` [B, S, H] or the head's weights.
     """
-    rows = (labels != IGNORE).flatten().nonzero()[:, 0]
-    guess, truth = (t.flatten(0, 1)[rows] for t in (predicted, features.detach()))
-    wide = torch.promote_types(guess.dtype, torch.float32)
+    wide = torch.promote_types(predicted.dtype, torch.float32)
+    truth = features.detach()
     with torch.no_grad():
         wanted = head(truth).to(wide).softmax(-1)
-    near = F.smooth_l1_loss(guess.to(wide), truth.to(wide), reduction="none").mean(-1).sum()
-    same = -(wanted * head(guess).to(wide).log_softmax(-1)).sum()
-    total: Tensor = regression * near + classification * same
+    near = F.smooth_l1_loss(predicted.to(wide), truth.to(wide), reduction="none").mean(-1)
+    same = -(wanted * head(predicted).to(wide).log_softmax(-1)).sum(-1)
+    total: Tensor = ((regression * near + classification * same) * (labels != IGNORE)).sum()
     return total

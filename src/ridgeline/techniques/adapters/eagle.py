@@ -44,11 +44,11 @@ class Eagle(Technique):
         bound="falls",
         quality="the model is not changed; the head's own loss must fall below its starting value",
         owns=frozenset({"trainable"}),
+        changes=frozenset({"replicas"}),  # it reads the embedding and the output layer beside their own passes
+        beside={"swap_advisor": {"budget": "840kB"}},
         conflicts={
             "divided_linears": "{other} divides the model's layers over ranks, and the head reads and uses whole ones",
-            "divided_tensors": "{other} divides tensors over ranks, and the head reads whole hidden states",
             "sequence_parts": "{other} divides the sequence, and the head reads the hidden state before each",
-            "batch_shape": "{other} decides batches by the model's own loss, which is not computed",
         },
     )
     phase: ClassVar[Phase] = "adapt"
@@ -143,5 +143,7 @@ def _read_twice(b: Block, e: Experiment, rows: int) -> None:
     for op in cap:
         b.backward.append(changed(op, name="head.draft.soft_cap.bwd", direction="backward", bytes=1.5 * op.bytes))
     b.saved = {"loss": Saved((2 * logits + 2 * near) * wide, frozenset({"loss.bwd"}))}
+    if cap:
+        b.saved["head.draft.capped"] = Saved(logits * wide, frozenset({"head.draft.soft_cap.bwd"}))
     b.workspace = max(b.workspace, logits * wide)
     b.backward_workspace = 2 * logits * wide

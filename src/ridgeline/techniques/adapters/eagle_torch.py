@@ -22,6 +22,7 @@ def attach(run: TrainBuild, member: str, regression: float, classification: floa
     draft = DraftHead.empty(model.spec, run.device, like.dtype)
     draft.init(training.seed)
     draft.body.set_attention(model.backend)
+    draft.body.rotary = model.rotary  # whose tables are the same
     model.add_module(member, draft)
     run.trainable = lambda name: name.startswith((f"model.{member}.", f"{member}."))
 
