@@ -85,10 +85,10 @@ def test_a_tree_is_checked_by_as_many_rows_as_it_has_nodes(tmp_path):
 
 def test_a_head_takes_room_of_the_cache(tmp_path):
     head = head_of("llama2-7b", tmp_path / "head")
-    load = {"engine": "ridgeline", "kv_cache_bytes": 1 << 30}
+    load = {"engine": "ridgeline", "kv_cache_bytes": 8 << 30}
     plain, drafted = (metrics(p, **load)[0]["kv_cache_tokens"] for p in (["paged_kv"], [
         "paged_kv", f"speculative:draft={head}"]))  # fmt: skip
-    assert drafted / plain == pytest.approx(64 * 4096 / (66 * 4096 + 4096 + 1), rel=1e-3)
+    assert drafted / plain == pytest.approx(64 * 4096 / (66 * 4096 + 4096 + 1), rel=2e-3)
 
 
 def test_an_unknown_acceptance_is_said():

@@ -54,7 +54,8 @@ class Speculation:
     tokens: int
     """Tokens of one draft."""
     acceptance: float
-    """Probability that a drafted token is kept, each like the next; of a tree, that one of those behind a kept one is."""
+    """Probability that a drafted token is kept, each like the next; of a tree, that one of those behind a kept one
+    is."""
     model: ModelSpec | None = None
     """The smaller model that drafts; None: drafts cost nothing."""
     nodes: int = 0
