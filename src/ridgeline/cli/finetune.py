@@ -67,6 +67,7 @@ def finetune(
     from ridgeline import catalog, experiments
     from ridgeline.jobs.job import TrainOptions
     from ridgeline.measure.ablate import require_local
+    from ridgeline.techniques.registry import techniques_of
 
     catalog.allow_unprobed()
     _require_paths(checkpoint, tokenizer, out)
@@ -92,7 +93,10 @@ def finetune(
     )  # fmt: skip
     result = run_training(e, options, f"fine-tuning {checkpoint.name}")
     _print(result, out, json)
-    if not result["stopped"]:
+    uses = next(filter(None, (t.used_by(source, str(out)) for t in techniques_of(e.plan))), ())
+    if not result["stopped"] and uses:
+        next_command(*uses)
+    elif not result["stopped"]:
         whole = ["generate", out, "--prompt", "TEXT"] if e.model.is_encoder_decoder else ["serve", out]
         next_command(*(["merge", checkpoint, out, "--out", f"{out}-merged"] if options.adapter else whole))
     if result["stopped"]:

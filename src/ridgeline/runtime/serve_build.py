@@ -11,6 +11,7 @@ import torch
 from ridgeline.nn.memory.block_store import BlockStore
 from ridgeline.nn.memory.kv_pool import BatchLayout
 from ridgeline.nn.memory.pass_memory import Forward
+from ridgeline.nn.model.draft_head import DraftHead
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.runtime.build import Build
 from ridgeline.runtime.mesh import Mesh
@@ -27,6 +28,12 @@ class Drafts:
     """Longest n-gram that is looked up in the text so far."""
     model: Transformer | None = None
     """A smaller draft model."""
+    head: DraftHead | None = None
+    """A head that was trained for the model."""
+    branches: int = 1
+    """Tokens that a head proposes behind each; 1: a chain."""
+    nodes: int = 0
+    """Most tokens of a tree."""
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Engine:
         self.rows_at_once = max(1, LOGITS // self.spec.vocab_size)
         self.scheduler = Scheduler(blocks, limits, max_model_len, whole=not self.spec.causal)
         self.outputs = Outputs(self.scheduler)
-        self.next_tokens = NextTokens(runner, sampler, self.scheduler, self.outputs)
+        self.next_tokens = NextTokens(runner, sampler, self.scheduler, self.outputs, self.rows_at_once)
         self.adapters: AdapterTable | None = None
         self.role = ""
         """What a fleet's router prefers to use it for."""
@@ -214,8 +214,8 @@ class Engine:
         able = [s for s in running if s.total - s.n_computed == 1 and draftable(s)]
         room = [min(most, s.group.request.sampling.max_tokens - s.generated - 1) for s in able]
         for seq, draft in zip(able, self.drafter.propose(able, room), strict=True):
-            seq.draft = draft
-            self._drafted += len(draft)
+            seq.draft, seq.parents = draft
+            self._drafted += len(seq.draft)
 
     def order(self, step: StepBatch) -> list[tuple[Sequence, int]]:
         """A batch in the order of its rows: those of one adapter are neighbors."""
@@ -325,6 +325,6 @@ class Engine:
         queued = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.arriving]
         assert len(queued) == len(set(queued)), "a sequence is in two places"
         assert set(queued) == set(alive), "a sequence is lost, or runs without a request"
-        assert all(s.n_computed <= len(s.tokens) and not s.draft for s in alive)
+        assert all(s.n_computed <= len(s.tokens) and not s.draft and not s.parents for s in alive)
         assert not any(s.blocks for s in self.scheduler.waiting), "a waiting sequence holds blocks"
         self.blocks.check(alive)

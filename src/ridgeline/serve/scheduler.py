@@ -101,7 +101,7 @@ class Scheduler:
             if seq.admitted < 0:  # preempted meanwhile
                 continue
             if len(batch.tokens) >= lim.max_num_seqs:  # forks of a request that asks for more than that at once
-                seq.draft = []
+                seq.drop_draft()
                 continue
             n = self._share(seq, self._left(batch), not batch.tokens)
             if n and self._room(seq, n, batch):
@@ -125,7 +125,7 @@ class Scheduler:
             return missing
         if seq.draft:
             missing -= len(seq.draft)
-            seq.draft = []
+            seq.drop_draft()
             if missing <= budget:
                 return missing
         if self.limits.chunked and not self.whole:
@@ -163,7 +163,8 @@ class Scheduler:
     def _put_back(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.blocks.release(seq)
-        seq.admitted, seq.draft, seq.group.hidden = -1, [], None
+        seq.admitted, seq.group.hidden = -1, None
+        seq.drop_draft()
         self._again(seq)
 
     def compute_again(self, seq: Sequence) -> None:

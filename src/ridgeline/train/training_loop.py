@@ -93,7 +93,7 @@ def _run(
 
     steps = trainer.experiment.training.steps
     folder = Path(options.export) if options.export else None
-    write = write_adapter if options.adapter else export
+    write = write_part if trainer.run.hooks.write else write_adapter if options.adapter else export
     report({"stage": "training", "step": trainer.steps_done, "steps": steps})
     save_every, eval_every, copy_every = options.save_every, options.eval_every, copies_every(trainer.experiment.plan)
     if eval_every and not evaluations.found:
@@ -184,6 +184,15 @@ def write_adapter(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
 
     if not trainer.rank:
         save_adapter(trainer.experiment, whole_weights(read_model(checkpoint)), folder)
+
+
+def write_part(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
+    """Write what a technique has trained beside the model. Rank 0 reads the checkpoint completely."""
+    from ridgeline.train.checkpoint import read_model
+
+    write = trainer.run.hooks.write
+    if not trainer.rank and write is not None:
+        write(whole_weights(read_model(checkpoint)), folder)
 
 
 def plain_state(e: Experiment, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
