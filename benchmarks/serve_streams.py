@@ -1,12 +1,14 @@
 """What the server's Python takes from the engine: steps with many streams over HTTP beside the same steps without.
 
-    python benchmarks/serve_streams.py [--streams 64,128] [--rounds 5] [--out benchmarks/results/serve_streams.json]
+    python benchmarks/serve_streams.py [--streams 16,64,128] [--rounds 5] [--out benchmarks/results/serve_streams.json]
 
 Every stream decodes the same number of tokens and gets each as an event. ``bare``: milliseconds of a step of an engine
 alone in a process, with as many sequences (16 or more: the server is asked for its steps while they run); ``sync`` and
-``async``: of the server, without and with asynchronous scheduling, while all streams run. ``engine`` and ``http``: CPU
-milliseconds a step of the server's threads: those that compute and schedule, and the one of the event loop. Ratios are
-of rounds in turns. The client reads bytes and parses nothing.
+``async``: of the server, without and with asynchronous scheduling, while all streams run, with engine and HTTP in one
+process; ``process``: without it, and the engine in a process of its own. ``http``, ``engine`` and ``text``: CPU
+milliseconds a step of the thread of the event loop, of those that compute and schedule, and (in one process the same)
+of the one that makes text. Ratios are of rounds in turns. The client reads bytes and parses nothing; it is a process
+too, and takes its share of the machine's cores.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.serve.running import process, tiny
@@ -32,6 +36,11 @@ from ridgeline.measure.environment import fingerprint, load_average
 
 TOKENS, WARM = 200, 0.3
 TICK = 1e3 / os.sysconf("SC_CLK_TCK")
+WAYS = {
+    "sync": ("--no-async-scheduling", "--no-engine-process"),
+    "async": ("--async-scheduling", "--no-engine-process"),
+    "process": ("--no-async-scheduling", "--engine-process"),
+}
 MODELS = {"two layers of 32": {}, "four layers of 256": {"hidden_size": 256, "intermediate_size": 688,
           "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64}}  # fmt: skip
 
@@ -62,11 +71,14 @@ def alone(folder: Path, streams: int) -> float:
 
 
 def threads(pid: int) -> dict[str, float]:
-    """CPU milliseconds of a process's threads so far: the event loop's, and those of all others."""
-    found = {"http": 0.0, "engine": 0.0}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        fields = (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        found["http" if task.name == str(pid) else "engine"] += TICK * (int(fields[11]) + int(fields[12]))
+    """CPU milliseconds of a server's threads so far: the event loop's, and others' by what they do."""
+    children = [child.pid for child in psutil.Process(pid).children()]
+    found = {"http": 0.0, "text": 0.0, "engine": 0.0}
+    for one in (pid, *children):
+        for task in Path(f"/proc/{one}/task").iterdir():
+            fields = (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            beside = "text" if children and one == pid else "engine"
+            found["http" if task.name == str(pid) else beside] += TICK * (int(fields[11]) + int(fields[12]))
     return found
 
 
@@ -105,19 +117,19 @@ async def run(url: str, pid: int, streams: int) -> dict[str, float]:
 
 
 def measured(folder: Path, streams: int, rounds: int) -> dict[str, Any]:
-    both = {"sync": "--no-async-scheduling", "async": "--async-scheduling"}
-    found: dict[str, list[Any]] = {name: [] for name in ("bare", *both)}
+    found: dict[str, list[Any]] = {name: [] for name in ("bare", *WAYS)}
     for _ in range(rounds):
         found["bare"].append(bare(folder, streams))
-        for name, flag in both.items():
-            with process(folder, flag, "--max-num-seqs", str(streams)) as server:
+        for name, flags in WAYS.items():
+            with process(folder, *flags, "--max-num-seqs", str(streams)) as server:
                 found[name].append(asyncio.run(run(server.url, server.process.pid, streams)))
     row: dict[str, Any] = {"bare": spread(found["bare"])}
-    for name in both:
-        row[name] = {k: spread([one[k] for one in found[name]]) for k in ("step", "engine", "http")}
+    for name in WAYS:
+        row[name] = {k: spread([one[k] for one in found[name]]) for k in ("step", "engine", "text", "http")}
         row[f"{name} over bare"] = spread([o["step"] / b for o, b in zip(found[name], found["bare"], strict=True)])
-    pairs = zip(found["async"], found["sync"], strict=True)
-    row["async over sync"] = spread([a["step"] / s["step"] for a, s in pairs])
+    for name in ("async", "process"):
+        pairs = zip(found[name], found["sync"], strict=True)
+        row[f"{name} over sync"] = spread([a["step"] / s["step"] for a, s in pairs])
     return row
 
 
@@ -127,7 +139,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", default="64,128")
+    parser.add_argument("--streams", default="16,64,128")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/serve_streams.json"))
@@ -143,12 +155,14 @@ def main() -> None:
             for streams in map(int, args.streams.split(",")):
                 row = rows[f"{name}, {streams} streams"] = measured(checkpoint, streams, args.rounds)
                 print(f"{name}, {streams} streams: bare {row['bare']['median']:.2f} ms", end="")
-                for way in ("sync", "async"):
+                for way in WAYS:
                     r = row[way]
-                    print(f"; {way} {r['step']['median']:.2f} (engine {r['engine']['median']:.2f}, http"
-                          f" {r['http']['median']:.2f})", end="")  # fmt: skip
-                ratio = row["async over sync"]
-                print(f"; async/sync {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]", flush=True)
+                    print(f"; {way} {r['step']['median']:.2f} (engine {r['engine']['median']:.2f}, text"
+                          f" {r['text']['median']:.2f}, http {r['http']['median']:.2f})", end="")  # fmt: skip
+                for name in ("async over sync", "process over sync"):
+                    ratio = row[name]
+                    print(f"; {name} {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]", end="")
+                print(flush=True)
     result = {"environment": {**fingerprint(), "load": load_average()}, "unit": "milliseconds", "rows": rows}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from ridgeline.serve.app import create_app
 from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
 from ridgeline.serve.checkpoint_settings import Options
 from ridgeline.serve.queue_limits import QueueLimits
+from ridgeline.serve.remote_engine import RemoteEngine
 from ridgeline.serve.server import Server, make_service
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.registry import make
@@ -79,11 +81,17 @@ def process(folder: Path, *options: str):
 class Running:
     """A server and what it is made of."""
 
-    def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(),
-                 connections=None, root_path="", origins=(), options=None, tls=None, **workload) -> None:  # fmt: skip
-        self.engine = load_engine(
-            folder, [*DEFAULT_PLAN, *plan], **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload}
+    def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(), connections=None,
+                 root_path="", origins=(), options=None, tls=None, apart=False, **workload) -> None:  # fmt: skip
+        """``apart``: the engine has a process of its own, where a function given changes it."""
+        build = partial(
+            load_engine,
+            folder,
+            [*DEFAULT_PLAN, *plan],
+            **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload},
         )
+        changed = partial(apart, build) if callable(apart) else build
+        self.engine = RemoteEngine(changed).wait_ready() if apart else build()
         self.service = make_service(
             self.engine, folder, limits or QueueLimits(), name="tiny", options=options or Options()
         )
@@ -108,9 +116,15 @@ class Running:
         self.server.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
+        if isinstance(self.engine, RemoteEngine):
+            assert self.engine.close()
 
     def assert_idle(self) -> None:
         """Nothing is left of any request."""
+        if isinstance(self.engine, RemoteEngine):
+            self.wait(lambda: self.loop.queued == (0, 0) and not self.loop.open_streams)
+            self.wait(lambda: not (s := self.loop.stats).waiting and not s.running and not s.blocks_used)
+            return
         self.wait(lambda: not self.engine.has_work() and not self.loop.open_streams)
         assert not self.engine.groups
         assert self.engine.blocks.used == 0

@@ -9,9 +9,14 @@ import pytest
 pytest.importorskip("llguidance")
 
 from ridgeline.data.batches import train_tokenizer
+from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.grammar import MAX_DEPTH, Grammars, Matcher
-from ridgeline.serve.request import EngineRequest, Invalid, OutputEvent, Sampling
+from ridgeline.serve.outputs import Outputs
+from ridgeline.serve.request import EngineRequest, Invalid, Sampling
+from ridgeline.serve.scheduler import Scheduler
+from ridgeline.serve.sequence import Sequence, SequenceGroup
+from ridgeline.spec.scheduling import Limits
 
 WORDS = Vocabulary(train_tokenizer(['{"name": "ab", "count": 12}'] * 5, 290), 300)  # ten ids without a token
 GRAMMARS = Grammars(WORDS, frozenset([0]))
@@ -93,8 +98,10 @@ def test_a_matcher_that_gives_up_ends_the_output_as_an_error():
     child = machine.fork()
     child.accept(next(i for i, b in enumerate(WORDS.bytes) if b == b"z"))
     assert list(child.allowed()) == [0]
-    job = ServeJob(EngineRequest("r", [1], Sampling(grammar=machine)), WORDS)
-    delta = job.read(OutputEvent("r", 0, [0], finish="stop"))
+    request = EngineRequest("r", [1], Sampling(grammar=machine))
+    outputs = Outputs(Scheduler(Blocks(4, 4), Limits(), 16))
+    outputs.emit(Sequence(SequenceGroup(request, 0), 0, [1, 0], grammar=child, finish="stop"))
+    delta = ServeJob(request, WORDS).read(*outputs.take_events())
     assert delta.finish == "error"
     assert "structure" in delta.error
     assert isinstance(GRAMMARS.compile("regex", "a+", "x"), Matcher)

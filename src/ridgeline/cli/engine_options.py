@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,18 +60,15 @@ def make_engine(
     ``memory``: limits of device and host memory, and a folder on disk; where any is given, the fastest predicted
     placement of the weights within them is added to the plan and printed.
     """
-    from ridgeline.experiments import plan_of
     from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
     from ridgeline.spec.errors import unknown
-    from ridgeline.spec.model import ModelSpec
     from ridgeline.spec.plan import Call
 
     require_checkpoint(checkpoint)
     if dtype not in _DTYPES:
         raise unknown("dtype", dtype, _DTYPES, "--dtype")
     default, given = (*DEFAULT_PLAN, *more), with_ or []
-    mixture = ModelSpec.from_path(checkpoint).num_experts > 0
-    wanted = plan_of([item for item in given if not item.startswith("-")], "--with", mixture).strings()
+    wanted = _wanted(checkpoint, with_)
     off = [item[1:] for item in given if item.startswith("-")]
     for name in off:
         if name not in default:
@@ -82,6 +80,51 @@ def make_engine(
     if any(memory):
         return _placed(checkpoint, plan, memory, options)
     return load_engine(checkpoint, plan, **options)
+
+
+def _wanted(checkpoint: Path, with_: list[str] | None) -> list[str]:
+    """The techniques of ``--with``, systems written out. Raises :class:`UserError`."""
+    from ridgeline.experiments import plan_of
+    from ridgeline.spec.model import ModelSpec
+
+    require_checkpoint(checkpoint)
+    mixture = ModelSpec.from_path(checkpoint).num_experts > 0
+    return plan_of([item for item in with_ or [] if not item.startswith("-")], "--with", mixture).strings()
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """A server's engine, as it is asked for."""
+
+    checkpoint: Path
+    plan: list[str] | None
+    length: int | None
+    seqs: int | None
+    tokens: int | None
+    pool: str | None
+    dtype: str
+    more: tuple[str, ...]
+    memory: tuple[str | None, str | None, Path | None]
+    scheduling_policy: str
+    ahead: bool | None
+    """Asynchronous scheduling; None: as is best."""
+
+    def names(self) -> set[str]:
+        """Names of the techniques that are asked for."""
+        from ridgeline.spec.plan import Call
+
+        return {Call.parse(item).name for item in (*self.more, *_wanted(self.checkpoint, self.plan))}
+
+
+def build(o: EngineOptions) -> Engine:
+    """The engine that is asked for; here, or in a process of its own. Raises :class:`UserError`."""
+    from ridgeline.serve.scheduler import share
+
+    made = make_engine(o.checkpoint, o.plan, o.length, o.seqs, o.tokens, o.pool, o.dtype, o.more, o.memory)
+    share(made.scheduler, o.scheduling_policy)
+    if o.ahead is not None:
+        go_ahead(made, o.ahead)
+    return made
 
 
 def go_ahead(engine: Engine, wanted: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from ridgeline.cli.engine_options import (
     DeviceMemory,
     DiskFolder,
     DType,
+    EngineOptions,
     HostMemory,
     Length,
     Pool,
@@ -26,14 +28,12 @@ from ridgeline.cli.engine_options import (
     TlsClients,
     TlsKey,
     Tokenizer,
-    go_ahead,
-    make_engine,
+    build,
 )
 from ridgeline.serve.transfer.secret import VARIABLE, read_secret
 from ridgeline.serve.transfer.tls import Tls
 
 if TYPE_CHECKING:
-    from ridgeline.serve.engine import Engine
     from ridgeline.serve.engine_loop import EngineLoop
     from ridgeline.serve.transfer.member import FleetMember
 
@@ -140,6 +140,14 @@ def serve(
             help="Launch each step before the last one's tokens are known (by default on a GPU).",
         ),
     ] = None,
+    engine_process: Annotated[
+        bool | None,
+        typer.Option(
+            "--engine-process/--no-engine-process",
+            " /--disable-frontend-multiprocessing",
+            help="Run the engine in a process of its own, beside HTTP and text (by default with two cores or more).",
+        ),
+    ] = None,
     stall_timeout: Annotated[
         float, typer.Option(min=0.1, help="Report unhealthy if a step takes longer than this many seconds.")
     ] = 120.0,
@@ -154,8 +162,9 @@ def serve(
     from ridgeline.measure.environment import spare_core
     from ridgeline.serve.app import create_app, path_prefix
     from ridgeline.serve.checkpoint_settings import Options
+    from ridgeline.serve.fair_shares import POLICIES
     from ridgeline.serve.queue_limits import QueueLimits
-    from ridgeline.serve.scheduler import POLICIES, share
+    from ridgeline.serve.remote_engine import RemoteEngine
     from ridgeline.serve.server import loopback, make_service
     from ridgeline.serve.server import serve as run
     from ridgeline.spec.errors import UserError, unknown
@@ -185,22 +194,15 @@ def serve(
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
     if role is not None:
         more = (*more, *(f"{name}:role={role}" for name in bringing("phase_pools")))
-
-    def build() -> Engine:
-        memory = (device_memory, host_memory, disk)
-        made = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype,
-                           more, memory)  # fmt: skip
-        share(made.scheduler, scheduling_policy)
-        if async_scheduling is not None:
-            go_ahead(made, async_scheduling)
-        return made
-
-    engine = build()
+    asked = EngineOptions(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype, more,
+                          (device_memory, host_memory, disk), scheduling_policy, async_scheduling)  # fmt: skip
+    make = partial(build, asked)
+    engine = RemoteEngine(make, spare_core).wait_ready() if _apart(asked, engine_process) else make()
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, ttft_slo, stall_timeout)
     service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options)
     if adapters is not None:
         service.load_all(adapters)
-    service.loop.rebuild = build
+    service.loop.rebuild = service.loop.rebuild or make
     member = _member(service.loop, secret, host, transfer_port, tls)
     asgi = create_app(service, keys, admin_keys, body or 0, prefix, allowed_origins or ())
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
@@ -208,10 +210,26 @@ def serve(
         well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections, tls)
     if member is not None:
         member.close()
-    if not service.loop.asleep:
+    if isinstance(engine, RemoteEngine):
+        if not engine.close():
+            say("the engine hangs in a step: killed")
+            well = False
+    elif not service.loop.asleep:
         service.loop.engine.close()
     if not well:
         raise typer.Exit(1)
+
+
+def _apart(asked: EngineOptions, wanted: bool | None) -> bool:
+    """Whether the engine gets a process of its own. Raises :class:`UserError` where that is wanted and cannot be."""
+    from ridgeline.measure.environment import cores
+    from ridgeline.spec.errors import UserError
+    from ridgeline.techniques.registry import bringing
+
+    exchanging = bool(asked.names().intersection(bringing("phase_pools")))
+    if wanted and exchanging:
+        raise UserError("--engine-process does not apply to servers that send and receive caches", "leave it out")
+    return not exchanging and (cores() > 1 if wanted is None else wanted)
 
 
 def _require_secret(role: str, secret: bytes) -> None:

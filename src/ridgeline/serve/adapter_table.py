@@ -41,7 +41,7 @@ class AdapterTable:
         self.version: dict[str, int] = {}
         """The number of the load that brought each: what the cache holds of an older one of that name is not its."""
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.held
 
     def load(self, name: str, folder: Path, replace: bool = False) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.serve.grammar import Matcher
-from ridgeline.serve.reasoning import ReasoningGrammar
 from ridgeline.serve.request import EngineRequest, Finish, OutputEvent, TokenLogprob, Vector
 from ridgeline.spec.errors import UserError
 
@@ -245,7 +244,7 @@ class ServeJob:
 
     def __post_init__(self) -> None:
         if self.stops and self.request.sampling.ranked:
-            self.request = replace(self.request, watch=self._detokenizer)
+            self.request = replace(self.request, watch=self._detokenizer())
         self._outputs: dict[int, tuple[Detokenizer, list[Entry]]] = {}
         self.open = set(range(1 if self.request.embed else self.request.sampling.n))
         """Number of outputs that have not ended."""
@@ -263,7 +262,7 @@ class ServeJob:
         """
         if event.index not in self.open:
             return None
-        text, entries = self._outputs.setdefault(event.index, (self._detokenizer(), []))
+        text, entries = self._outputs.setdefault(event.index, (self._detokenizer()(), []))
         delta = Delta(self.ordinal, event.index, finish=event.finish, stop_reason=event.stop_token, error=event.error,
                       cached_tokens=event.cached_tokens, prompt_logprobs=event.prompt_logprobs,
                       embedding=event.embedding, preemptions=event.preemptions)  # fmt: skip
@@ -281,9 +280,8 @@ class ServeJob:
                 break
         if delta.finish and text.stop is None:
             delta.text += text.flush()
-        grammar = self.request.sampling.grammar
-        if delta.finish and isinstance(grammar, (Matcher, ReasoningGrammar)) and grammar.failures:
-            delta.finish, delta.error = "error", f"the structure could not be kept: {grammar.failures[0]}"
+        if delta.finish and event.unstructured:
+            delta.finish, delta.error = "error", f"the structure could not be kept: {event.unstructured}"
         if text.stop is not None:
             delta.finish, delta.stop_reason = "stop", text.stop
         known = len(entries)
@@ -295,6 +293,7 @@ class ServeJob:
             self.open.discard(event.index)
         return delta
 
-    def _detokenizer(self) -> Detokenizer:
+    def _detokenizer(self) -> Callable[[], Detokenizer]:
+        """Makes what detokenizes one output; without a reference to this job, as it may go to another process."""
         smallest = self.request.sampling.min_tokens
-        return Detokenizer(self.vocabulary, self.stops, self.include_stop, self.skip_special, smallest)
+        return partial(Detokenizer, self.vocabulary, self.stops, self.include_stop, self.skip_special, smallest)

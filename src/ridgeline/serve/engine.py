@@ -25,7 +25,7 @@ from ridgeline.serve.outputs import Outputs
 from ridgeline.serve.pooling import end_pooled, pool, prompt_logprobs
 from ridgeline.serve.rank_channel import RankLost
 from ridgeline.serve.ranks import RankedRunner
-from ridgeline.serve.request import Busy, EngineRequest, Invalid, OutputEvent, Stats, check_request
+from ridgeline.serve.request import Busy, EngineRequest, Invalid, OutputEvent, Stats, check_served
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.scheduler import Scheduler, StepBatch
@@ -104,13 +104,9 @@ class Engine:
 
     def validate(self, request: EngineRequest) -> None:
         """Raise :class:`Invalid`, naming the field, for a request that could never be served."""
-        if request.adapter and (self.adapters is None or request.adapter not in self.adapters):
-            raise Invalid("model", f"there is no adapter {request.adapter!r}", "load it, or name another")
         if request.id in self.groups:
             raise Invalid("id", f"{request.id!r} is being served already", "choose another")
-        if request.priority and self.scheduler.order is not None:
-            raise Invalid("priority", "has no effect: the plan orders the queue by batches' cost", "leave it out")
-        check_request(request, self.spec, self.max_model_len)
+        check_served(request, self.spec, self.max_model_len, self.adapters, self.scheduler.order is not None)
 
     def abort(self, request_id: str) -> bool:
         """Cancel a request; its blocks are free at once, and the next step reports its end. False: it is unknown."""

@@ -23,6 +23,7 @@ from ridgeline.serve.detokenize import Delta, ServeJob
 from ridgeline.serve.output_stream import Failed, OutputStream
 from ridgeline.serve.queue_limits import QueueLimits, QueueSpeed
 from ridgeline.serve.request import Busy, Invalid, OutputEvent, Stats, Vector
+from ridgeline.serve.step_report import StepReport
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class EngineLoop:
             self._queue.waiting.update({j.request.id: (j.sequences, len(j.request.prompt)) for j in jobs})
             self._streams.update({j.request.id: stream for j in jobs})
             self._inbox.append(lambda: self._add(stream))
-            self._wake.notify()
+            self._rouse()
         try:
             await stream.accepted
         except asyncio.CancelledError:
@@ -255,7 +256,7 @@ class EngineLoop:
         """Stop the thread after its current step → whether it ended within ``seconds``."""
         with self._wake:
             self._stop = True
-            self._wake.notify()
+            self._rouse()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -298,34 +299,43 @@ class EngineLoop:
         """Have the engine's thread make a call between two steps; from any thread."""
         with self._wake:
             self._inbox.append(call)
-            self._wake.notify()
+            self._rouse()
 
     # ---- the engine's side -------------------------------------------------------------------------------------------
+
+    def _rouse(self) -> None:
+        """End :meth:`_rest`; with the lock held."""
+        self._wake.notify()
+
+    def _rest(self) -> None:
+        """Wait until there is something to do."""
+        with self._wake:
+            if not self._inbox and (self.asleep or not self.engine.has_work()) and not self._stop:
+                self._wake.wait()
+
+    def _step(self) -> StepReport | None:
+        """A step of the engine, if it has work."""
+        if not self.engine.has_work():
+            return None
+        self._step_began = began = time.monotonic()
+        events = self.engine.step()
+        self._step_began = None
+        with self._wake:
+            waiting = list(self._queue.waiting)
+        started = [request for request in waiting if self.engine.started(request)]
+        return StepReport(events, self.engine.stats(), began, time.monotonic() - began, started)
 
     def _run(self) -> None:
         try:
             while not self._stop:
-                with self._wake:
-                    if not self._inbox and (self.asleep or not self.engine.has_work()) and not self._stop:
-                        self._wake.wait()
+                self._rest()
                 self._take_calls()
                 if self.asleep:
                     self._send()
                     continue
                 self._give_up()
-                if self.engine.has_work():
-                    self._step_began = began = time.monotonic()
-                    events = self.engine.step()
-                    self._step_began = None
-                    stats = self.engine.stats()
-                    read = stats.prompt_tokens - self.stats.prompt_tokens
-                    found = stats.cached_tokens - self.stats.cached_tokens
-                    self.metrics.step.observe(read + found + stats.generated_tokens - self.stats.generated_tokens)
-                    if stats.waiting or self.speed.blocked:  # it computed as many prompts as it could
-                        self.speed.observe(read, time.monotonic() - began)
-                    for event in events:
-                        self._read(event, began)
-                    self._note_started(began)
+                if (report := self._step()) is not None:
+                    self._take(report)
                 self.stats = self.engine.stats()
                 self._send()
         except Exception as e:
@@ -339,6 +349,18 @@ class EngineLoop:
                 self._take_calls()  # calls are answered by the engine itself
             self._send()
             self._loop.call_soon_threadsafe(self.on_failure)
+
+    def _take(self, report: StepReport) -> None:
+        """What a step has done."""
+        stats = report.stats
+        read = stats.prompt_tokens - self.stats.prompt_tokens
+        found = stats.cached_tokens - self.stats.cached_tokens
+        self.metrics.step.observe(read + found + stats.generated_tokens - self.stats.generated_tokens)
+        if stats.waiting or self.speed.blocked:  # it computed as many prompts as it could
+            self.speed.observe(read, report.seconds)
+        for event in report.events:
+            self._read(event, report.began)
+        self._note_started(report)
 
     def _take_calls(self) -> None:
         while True:
@@ -398,13 +420,13 @@ class EngineLoop:
                 self._forget(*stream.jobs)
                 self.metrics.finished.labels("timeout").inc()
 
-    def _note_started(self, began: float) -> None:
-        """Remove the requests from the queue that the step which ``began`` then has scheduled."""
+    def _note_started(self, report: StepReport) -> None:
+        """Remove the requests from the queue that a step has scheduled."""
         with self._wake:
-            for request in [r for r in self._queue.waiting if self.engine.started(r)]:
-                del self._queue.waiting[request]
-                stream = self._streams[request]
-                stream.scheduled = stream.scheduled or began
+            for request in report.started:
+                if self._queue.waiting.pop(request, None) is not None:
+                    stream = self._streams[request]
+                    stream.scheduled = stream.scheduled or report.began
 
     def _read(self, event: OutputEvent, began: float) -> None:
         """An event of the step that ``began`` then."""

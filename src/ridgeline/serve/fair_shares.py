@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+POLICIES = ("priority", "fair")
+"""Names of policies: of equal priority, in the order of arrival, or fairly between clients."""
+
 
 class FairShares:
     """The counters. ``prompt_weight``, ``output_weight``: what a token of a prompt and of an output count."""

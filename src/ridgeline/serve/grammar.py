@@ -29,8 +29,11 @@ class Matcher:
     end follow, and ``failures``, which all forks share, says why: the request has failed.
     """
 
-    def __init__(self, matcher: Any, size: int, ends: Sequence[int], failures: list[str] | None = None) -> None:
-        self._matcher, self._size, self._ends = matcher, size, ends
+    def __init__(
+        self, matcher: Any, size: int, ends: Sequence[int], source: tuple[Kind, Any], failures: list[str] | None = None
+    ) -> None:
+        """``source``: what it was compiled from, as :meth:`Grammars.compile` takes it."""
+        self._matcher, self._size, self._ends, self.source = matcher, size, ends, source
         self.failures: list[str] = [] if failures is None else failures
 
     def allowed(self) -> Sequence[int] | None:
@@ -48,11 +51,11 @@ class Matcher:
 
     def fork(self) -> Matcher:
         """An independent copy."""
-        return Matcher(self._matcher.deep_copy(), self._size, self._ends, self.failures)
+        return Matcher(self._matcher.deep_copy(), self._size, self._ends, self.source, self.failures)
 
     def fresh(self) -> Matcher:
         """A copy for another request."""
-        return Matcher(self._matcher.deep_copy(), self._size, self._ends)
+        return Matcher(self._matcher.deep_copy(), self._size, self._ends, self.source)
 
 
 class Grammars:
@@ -83,7 +86,7 @@ class Grammars:
             if matcher.is_error():
                 reason = matcher.get_error().strip().splitlines()[0]
                 raise Invalid(param, f"cannot be compiled: {reason}", "see the llguidance documentation for what can")
-            first = Matcher(matcher, self._vocabulary.size, sorted(self._eos))
+            first = Matcher(matcher, self._vocabulary.size, sorted(self._eos), (kind, source))
             first.allowed()
             if first.failures:
                 raise Invalid(param, f"nothing can match it ({first.failures[0]})", "write one that some text matches")

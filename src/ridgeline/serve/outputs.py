@@ -58,7 +58,7 @@ class Outputs:
         seq.emitted = seq.generated
         if seq.finish is not None:
             event.finish, event.stop_token, event.cached_tokens = seq.finish, seq.stop_token, group.cached_tokens
-            event.preemptions = group.preemptions
+            event.preemptions, event.unstructured = group.preemptions, _unstructured(seq)
         self.events.append(event)
 
     def end(self, seq: Sequence) -> None:
@@ -85,6 +85,7 @@ class Outputs:
                 event.logprobs = one.logprobs
             event.cached_tokens, event.preemptions = group.cached_tokens, group.preemptions
             event.stop_string = one.watch.stop if one.watch is not None else None
+            event.unstructured = _unstructured(one)
             self.events.append(event)
 
     def fail(self, seq: Sequence, why: str) -> None:
@@ -96,3 +97,9 @@ class Outputs:
             if group is not None:
                 self.events.append(OutputEvent(seq.group.request.id, one.index, finish="error", error=why))
         seq.group.sequences.clear()
+
+
+def _unstructured(seq: Sequence) -> str:
+    """Why a sequence does not keep its grammar; "" where it does."""
+    failures = getattr(seq.grammar, "failures", ())
+    return failures[0] if failures else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -213,6 +213,18 @@ class EngineRequest:
     """Who asks, where the engine is shared fairly between clients."""
 
 
+def check_served(
+    request: EngineRequest, spec: ModelSpec, context: int, adapters: Container[str] | None, ordered: bool
+) -> None:
+    """Raise :class:`Invalid`, naming the field, for a request that an engine with these adapters could never serve.
+    ``ordered``: its plan orders the queue."""
+    if request.adapter and (adapters is None or request.adapter not in adapters):
+        raise Invalid("model", f"there is no adapter {request.adapter!r}", "load it, or name another")
+    if request.priority and ordered:
+        raise Invalid("priority", "has no effect: the plan orders the queue by batches' cost", "leave it out")
+    check_request(request, spec, context)
+
+
 def check_request(request: EngineRequest, spec: ModelSpec, context: int) -> None:
     """Raise :class:`Invalid` for a request that no engine of ``spec`` with this context length can serve."""
     s, n = request.sampling, len(request.prompt)
@@ -286,6 +298,8 @@ class OutputEvent:
     token [tokens, H or labels]."""
     score: float | None = None
     """Of a beam: its penalized log-probability."""
+    unstructured: str = ""
+    """Why the output does not keep its grammar; on its last event."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from starlette.responses import PlainTextResponse, Response
 from ridgeline.serve import pooled_replies, replies
 from ridgeline.serve.chat import ChatBatch, ChatCompletion, Tokenize
 from ridgeline.serve.cohere import Embed, EmbedRequest
-from ridgeline.serve.engine import Engine
 from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.fields import Body
 from ridgeline.serve.http import ClientDisconnected, EventStream, Json, Passed, bearer, refusal, unless_gone
@@ -402,7 +401,7 @@ def state_routes(app: FastAPI, service: Service) -> None:
     @app.post(RESET_CACHE, responses=_REFUSALS)
     async def reset() -> Response:
         """Forget all cached prompts, as before a measurement."""
-        return Json({"freed_blocks": await loop.ask(Engine.reset_prefix_cache)})
+        return Json({"freed_blocks": await loop.ask(lambda engine: engine.reset_prefix_cache())})
 
     @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
     async def prometheus() -> Response:

@@ -230,12 +230,8 @@ class Scheduler:
         return self.blocks.needed(seq.total) - len(seq.blocks) <= self.blocks.free or not self.running
 
 
-POLICIES = ("priority", "fair")
-"""Names of policies: of equal priority, in the order of arrival, or fairly between clients."""
-
-
 def share(scheduler: Scheduler, policy: str) -> None:
-    """Let ``policy`` (one of :data:`POLICIES`) decide who goes next. Raises :class:`UserError` where it cannot."""
+    """Let ``policy`` (see :mod:`.fair_shares`) decide who goes next. Raises :class:`UserError` where it cannot."""
     if policy == "fair" and scheduler.order is not None:
         raise UserError("the plan orders the queue by batches' cost, not by clients", "leave length_dp out")
     scheduler.fair = FairShares() if policy == "fair" else None

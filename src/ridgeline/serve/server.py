@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import ipaddress
 import os
 import signal
@@ -32,8 +30,10 @@ from ridgeline.serve.checkpoint_settings import (
 from ridgeline.serve.connections import connection_class
 from ridgeline.serve.detokenize import Vocabulary
 from ridgeline.serve.engine_loop import EngineLoop
+from ridgeline.serve.heap import one_heap
 from ridgeline.serve.metrics import Metrics
 from ridgeline.serve.queue_limits import QueueLimits
+from ridgeline.serve.remote_engine import ProcessLoop, RemoteEngine
 from ridgeline.serve.service import Labels, Service
 from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.errors import UserError
@@ -41,13 +41,12 @@ from ridgeline.spec.errors import UserError
 if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine
 
-_M_ARENA_MAX = -8  # malloc.h
 _LAST_BYTES = 5
 """Seconds to send the last responses once everything has ended."""
 
 
 def make_service(
-    engine: Engine, checkpoint: Path, limits: QueueLimits | None = None, name: str | None = None,
+    engine: Engine | RemoteEngine, checkpoint: Path, limits: QueueLimits | None = None, name: str | None = None,
     tokenizer: str | None = None, template: str | None = None, options: Options = Options(),
 ) -> Service:  # fmt: skip
     """The engine of ``checkpoint`` with its tokenizer and chat template. Raises :class:`UserError`."""
@@ -61,8 +60,14 @@ def make_service(
     defaults, most = sampling_defaults(checkpoint, options.generation_config, spec.vocab_size)
     channels = writes_channels(checkpoint, options)
     tool_parser = CHANNELS if channels else options.tool_parser
+    limits = limits or QueueLimits()
+    if isinstance(engine, RemoteEngine):
+        engine.vocabulary = vocabulary
+        loop: EngineLoop = ProcessLoop(engine, limits, Metrics())
+    else:
+        loop = EngineLoop(engine, limits, Metrics())
     return Service(
-        EngineLoop(engine, limits or QueueLimits(), Metrics()),
+        loop,
         vocabulary,
         name or checkpoint.resolve().name,
         find_template(template, str(checkpoint)),
@@ -146,7 +151,7 @@ def serve(
             pass
     except OSError as e:
         raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port or --host") from None
-    _one_heap()
+    one_heap()
     server = Server(app, loop, host, port, drain, say, connections, tls)
     with announced("serve", f"{server.scheme}://{host}:{port}"):
         server.run()
@@ -154,13 +159,6 @@ def serve(
         say(f"the engine hangs in a step since {loop.step_age:.0f} s: killed")
         os._exit(1)  # nothing else ends its thread
     return loop.failure is None
-
-
-def _one_heap() -> None:
-    """Have all threads share one malloc arena. A request goes through several threads, and with an arena for each the
-    holes that glibc leaves add up, by some 0.4 KB a request."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _family(host: str) -> socket.AddressFamily:

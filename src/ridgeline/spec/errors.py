@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(Exception):
@@ -17,6 +18,16 @@ class UserError(Exception):
         self.what = what
         self.fix = fix
         super().__init__(f"{what}\n  fix: {fix}" if fix else what)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: whatever the arguments of its class."""
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[UserError], args: tuple[Any, ...], state: dict[str, Any]) -> UserError:
+    made = kind.__new__(kind, *args)
+    made.__dict__.update(state)
+    return made
 
 
 class Incompatible(UserError):

@@ -1,0 +1,302 @@
+"""An engine in a process of its own, as the server sees it, and the loop that serves from it.
+
+The engine runs ahead: it reports each step and goes on with the next, while this process makes text of the last one and
+sends it. What finds a stop string here ends the output there; the tokens that it made meanwhile are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ridgeline.serve.engine_loop import EngineLoop
+from ridgeline.serve.engine_messages import Facts, Frames, Job, Kind, framed, pack_request
+from ridgeline.serve.request import EngineRequest, Stats, check_served
+from ridgeline.serve.step_report import StepReport, unpack
+from ridgeline.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from ridgeline.serve.detokenize import Vocabulary
+    from ridgeline.serve.engine import Engine
+    from ridgeline.serve.metrics import Metrics
+    from ridgeline.serve.queue_limits import QueueLimits
+
+_READ = 1 << 20
+_CLOSE = 10.0
+"""Seconds that the process has to end."""
+
+
+class EngineLost(RuntimeError):
+    """The engine's process has ended."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The size of the cache."""
+
+    count: int
+    size: int
+
+
+class RemoteEngine:
+    """Starts the process; :meth:`wait_ready` waits until it has loaded the model. Methods are for one thread at a time,
+    but for :meth:`rouse` and :attr:`age`."""
+
+    role = ""
+    exports = imports = None
+
+    def __init__(
+        self, build: Callable[[], Engine], within: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """``build`` makes the engine there, and again after it slept, and it serves ``within`` a context: both go by
+        their names."""
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ridgeline.serve.engine_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        self._told, self._tell = os.pipe()
+        for end in (self._told, self._tell):
+            os.set_blocking(end, False)
+        self._news = selectors.DefaultSelector()
+        self._news.register(self._socket, selectors.EVENT_READ)
+        self._news.register(self._told, selectors.EVENT_READ)
+        self._frames = Frames()
+        self._outbox: list[bytes] = []
+        self._reports: deque[StepReport] = deque()
+        self._answers: deque[tuple[Any, Exception | None]] = deque()
+        self._sent = self._handled = 0
+        self._busy = False
+        self._since: float | None = None
+        """When the engine last said something, while it has something to do."""
+        self._lost = False
+        self._closed = False
+        self._has_vocabulary = False
+        self.vocabulary: Vocabulary | None = None
+        """What grammars and stop strings are about."""
+        self._adapters: set[str] = set()
+        self._socket.sendall(framed(Kind.JOB, pickle.dumps(Job(build, within))))
+
+    # ---- its start and end -------------------------------------------------------------------------------------------
+
+    def wait_ready(self) -> RemoteEngine:
+        """Wait until the model is loaded. Raises the :class:`UserError` that it was refused with, or one that says how
+        the process ended."""
+        try:
+            kind, contents = self._first()
+        except EngineLost as e:
+            self.close()
+            raise UserError(f"{e} while it loaded the model", "see what it printed; without a word, memory may have run"
+                            " out: try a smaller --kv-cache or fewer bits") from None  # fmt: skip
+        except BaseException:
+            self.close(0.0)
+            raise
+        if kind is Kind.REFUSED:
+            self.close()
+            raise pickle.loads(contents)
+        self._take(pickle.loads(contents))
+        return self
+
+    def _first(self) -> tuple[Kind, bytes]:
+        while True:
+            for message in self._frames.feed(self._received(0)):
+                return message
+
+    def _take(self, facts: Facts) -> None:
+        self.spec, self.eos, self.max_model_len = facts.spec, facts.eos, facts.max_model_len
+        self.blocks, self.limits = Pool(facts.blocks, facts.block_size), facts.limits
+        self.adapters = self._adapters if facts.adapters else None
+        self._ordered, self._stats = facts.ordered, facts.stats
+
+    def close(self, seconds: float = _CLOSE) -> bool:
+        """End the process → whether it ended by itself within ``seconds``."""
+        if self._closed:
+            return True
+        self._closed = self._lost = True
+        with contextlib.suppress(OSError):
+            self._socket.sendall(framed(Kind.STOP, b""))
+        self._socket.close()
+        self._news.close()
+        for end in (self._told, self._tell):
+            os.close(end)
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return False
+        return True
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises :class:`ridgeline.serve.request.Invalid` for one that can never be served."""
+        if self._lost:
+            raise EngineLost("the engine's process has ended")
+        check_served(request, self.spec, self.max_model_len, self.adapters, self._ordered)
+        contents, needs = pack_request(request, self.vocabulary)
+        if needs and not self._has_vocabulary:
+            self._outbox.append(framed(Kind.VOCABULARY, pickle.dumps((self.vocabulary, self.eos))))
+            self._has_vocabulary = True
+        self._ask(Kind.ADD, contents)
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request, before the step after the one that runs."""
+        self._ask(Kind.ABORT, pickle.dumps(request_id))
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one output: its reader has found that the text is complete."""
+        self._ask(Kind.FINISH, pickle.dumps((request_id, index)))
+
+    def _ask(self, kind: Kind, contents: bytes) -> None:
+        """Send with the next :meth:`wait`."""
+        self._sent += 1
+        self._outbox.append(framed(kind, contents))
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, folder: Path, replace: bool = False) -> None:
+        """As :meth:`ridgeline.serve.engine.Engine.load_adapter`."""
+        self._call("load_adapter", name, folder, replace)
+        self._adapters.add(name)
+
+    def unload_adapter(self, name: str) -> None:
+        """As :meth:`ridgeline.serve.engine.Engine.unload_adapter`."""
+        self._call("unload_adapter", name)
+        self._adapters.discard(name)
+
+    def reset_prefix_cache(self) -> int:
+        """As :meth:`ridgeline.serve.engine.Engine.reset_prefix_cache`."""
+        return int(self._call("reset_prefix_cache"))
+
+    def release(self) -> None:
+        """As :meth:`ridgeline.serve.engine.Engine.release`; the process stays."""
+        self._call("release")
+        self._adapters.clear()
+
+    def rebuild(self) -> RemoteEngine:
+        """Make the engine again, after its release. Raises :class:`UserError`, and it sleeps on."""
+        self._take(self._call("rebuild"))
+        return self
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """What a method of the engine returns or raises; between two steps."""
+        self._ask(Kind.CALL, pickle.dumps((name, args)))
+        self._flush()
+        self._since = None  # it may load for long
+        while not self._answers:
+            self._receive(0)
+        value, error = self._answers.popleft()
+        if error is not None:
+            raise error
+        return value
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Send what was asked, and wait for news, or until :meth:`rouse`. Raises :class:`EngineLost`."""
+        self._flush()
+        if self._reports:
+            return
+        ready = {key.fd for key, _ in self._news.select()}
+        if self._told in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._told, 4096)
+        if self._socket.fileno() in ready:
+            self._receive(socket.MSG_DONTWAIT)
+
+    def rouse(self) -> None:
+        """End a :meth:`wait`, or the next one at once; from any thread."""
+        with contextlib.suppress(BlockingIOError, OSError):  # it is told already, or closed
+            os.write(self._tell, b".")
+
+    def report(self) -> StepReport | None:
+        """The next step that has been reported."""
+        if not self._reports:
+            return None
+        found = self._reports.popleft()
+        self._stats = found.stats
+        return found
+
+    def stats(self) -> Stats:
+        """As of the last report."""
+        return self._stats
+
+    @property
+    def age(self) -> float:
+        """Seconds for which the engine has said nothing though it has something to do."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _flush(self) -> None:
+        if not self._outbox:
+            return
+        parcel, self._outbox = b"".join(self._outbox), []
+        self._since = self._since or time.monotonic()
+        with contextlib.suppress(OSError):  # the next reading says that it has gone
+            self._socket.sendall(parcel)
+
+    def _receive(self, flags: int) -> None:
+        for kind, contents in self._frames.feed(self._received(flags)):
+            if kind is Kind.REPORT:
+                report = unpack(contents)
+                self._handled, self._busy = report.handled, report.busy
+                self._reports.append(report)
+            elif kind is Kind.ANSWER:
+                self._handled, value, error = pickle.loads(contents)
+                self._answers.append((value, error))
+        self._since = time.monotonic() if self._busy or self._sent > self._handled else None
+
+    def _received(self, flags: int) -> bytes:
+        """What has arrived. Raises :class:`EngineLost`."""
+        try:
+            data = self._socket.recv(_READ, flags)
+        except ConnectionError:
+            data = b""
+        if data:
+            return data
+        self._lost = True
+        self._since = None
+        try:
+            code = self.process.wait(_CLOSE)
+        except subprocess.TimeoutExpired:
+            raise EngineLost("the engine's process has closed its connection") from None
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise EngineLost(f"the engine's process {how}")
+
+
+class ProcessLoop(EngineLoop):
+    """Serves from an engine in a process of its own: steps are its reports."""
+
+    def __init__(self, engine: RemoteEngine, limits: QueueLimits, metrics: Metrics) -> None:
+        super().__init__(cast("Engine", engine), limits, metrics)  # all that a loop asks of an engine, it has
+        self._remote = engine
+        self.rebuild = cast("Callable[[], Engine]", engine.rebuild)
+
+    @property
+    def step_age(self) -> float:
+        """Seconds that the running step has taken so far."""
+        return self._remote.age
+
+    def _rouse(self) -> None:
+        self._remote.rouse()
+
+    def _rest(self) -> None:
+        self._remote.wait()
+
+    def _step(self) -> StepReport | None:
+        return self._remote.report()

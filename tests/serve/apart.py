@@ -1,0 +1,62 @@
+"""What tests change of an engine in its own process, which imports them by their names."""
+
+import os
+import signal
+import time
+
+
+def slow(build):
+    """Steps that last."""
+    engine = build()
+    plain = engine.step
+
+    def step():
+        time.sleep(0.02)
+        return plain()
+
+    engine.step = step
+    return engine
+
+
+def broken(build):
+    """An engine that fails in its fourth step."""
+    engine = slow(build)
+    plain, left = engine.step, [3]
+
+    def step():
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("the kernel is gone")
+        return plain()
+
+    engine.step = step
+    return engine
+
+
+def picky(build):
+    """One that can not take a prompt which begins with token 9."""
+    engine = build()
+    plain = engine.add
+
+    def add(request):
+        if request.prompt[0] == 9:
+            raise ValueError("nine")
+        plain(request)
+
+    engine.add = add
+    return engine
+
+
+def exits(code):
+    """What ends while it loads."""
+    os._exit(code)
+
+
+def killed():
+    """What the system kills while it loads."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unforeseen():
+    """What fails as nobody expected."""
+    raise ValueError("this was not foreseen")

@@ -1,0 +1,395 @@
+"""An engine in a process of its own serves what one in the server's process does, and neither outlives the other."""
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import psutil
+import pytest
+from tests.serve import apart
+from tests.serve.running import lora, process, running, tiny
+from tests.serve.test_reliability import LONG, call, error, opened
+from tests.serve.test_sleep import KEY
+from tests.serve.test_tools import ASK, TOOLS
+
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.serve.checkpoint_settings import Options
+from ridgeline.serve.engine_messages import Frames, Kind, framed
+from ridgeline.serve.queue_limits import QueueLimits
+from ridgeline.serve.remote_engine import EngineLost, RemoteEngine
+from ridgeline.serve.request import Busy, Invalid, NotFound, OutputEvent, Stats, TokenLogprob
+from ridgeline.serve.step_report import StepReport, pack, unpack
+from ridgeline.spec.errors import Incompatible, UserError
+
+SCHEMA = {"type": "object", "required": ["a", "b"], "additionalProperties": False,
+          "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}}  # fmt: skip
+DRAWN = {"temperature": 1.0, "seed": 7}
+OPTIONS = Options(tool_parser="hermes", reasoning_parser="qwen3")
+
+
+@pytest.fixture(scope="module")
+def adapter(folder, tmp_path_factory):
+    return lora(tmp_path_factory.mktemp("adapters") / "own", load_checkpoint(folder))
+
+
+@pytest.fixture(scope="module")
+def servers(folder):
+    """The same in one process, and in two."""
+    options = {"admin": ["admin"], "plan": ["multi_adapter"], "options": OPTIONS}
+    with running(folder, **options) as one, running(folder, apart=True, **options) as two:
+        yield one, two
+
+
+@pytest.fixture
+def server(servers):
+    return servers[1]
+
+
+def answers(servers, path, body):
+    """What both say, without names and times."""
+    found = []
+    for server in servers:
+        status, _, text = call(server, path, body)
+        answer = json.loads(text)
+        for of in (answer, *answer.get("choices", ())):
+            of.pop("id", None), of.pop("created", None)
+            for made in of.get("message", {}).get("tool_calls") or ():
+                made.pop("id")
+        found.append((status, answer))
+    return found
+
+
+# ---- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 0},
+        {"n": 3},
+        {"prompt": ["a", "bb", "ccc"], "n": 2},
+        {"logprobs": 5, "n": 2},
+        {"prompt_logprobs": 2},
+        {"echo": True, "logprobs": 2, "max_tokens": 0},
+        {"stop": ["e", "th"], "n": 4, "max_tokens": 100},
+        {"stop": ["e"], "include_stop_str_in_output": True, "logprobs": 1},
+        {"best_of": 4, "n": 2, "stop": ["e", "a"]},
+        {"best_of": 3, "n": 2, "logprobs": 1},
+        {"use_beam_search": True, "best_of": 3, "n": 2, "temperature": 0, "seed": None},
+        {"structured_outputs": {"json": SCHEMA}, "max_tokens": 80},
+        {"structured_outputs": {"regex": "[ab]{3,9}"}, "n": 3},
+        {"structured_outputs": {"choice": ["red", "green"]}, "best_of": 3},
+        {"bad_words": ["e"], "logit_bias": {"70": 5}, "min_tokens": 4, "stop_token_ids": [70, 71]},
+        {"prompt": [5, 6, 7], "repetition_penalty": 1.3, "min_p": 0.01, "top_k": 20, "top_p": 0.8},
+        {"return_token_ids": True, "ignore_eos": True},
+        {"prompt": "x" * 400},
+        {"prompt": [999]},
+        {"model": "another"},
+    ],
+    ids=lambda change: " ".join(change),
+)
+def test_completions_are_the_same(servers, change):
+    body = {"prompt": "Hello there, the cat", "max_tokens": 30, **DRAWN, **change}
+    one, two = answers(servers, "/v1/completions", body)
+    assert one == two
+    assert one[0] == (404 if "model" in change else 400 if change.get("prompt") in ("x" * 400, [999]) else 200)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"logprobs": True, "top_logprobs": 4, "n": 2},
+        {"response_format": {"type": "json_object"}, "max_tokens": 60},
+        {"tools": TOOLS, "tool_choice": "required", "max_tokens": 120},
+        {"thinking_token_budget": 5, "max_tokens": 60},
+        {"thinking_token_budget": 3, "structured_outputs": {"json": SCHEMA}, "max_tokens": 90},
+        {"stream": True, "stream_options": {"include_usage": True}, "n": 2, "stop": ["e"]},
+    ],
+    ids=lambda change: " ".join(change),
+)
+def test_chats_are_the_same(servers, change):
+    body = {"messages": ASK, "max_tokens": 20, **DRAWN, **change}
+    if not change.get("stream"):
+        one, two = answers(servers, "/v1/chat/completions", body)
+        assert one == two
+        assert one[0] == 200
+        return
+    found = []
+    for server in servers:  # chunks may be cut elsewhere
+        lines = call(server, "/v1/chat/completions", body)[2].split("\n\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        texts, ends = {}, {}
+        for choice in (c for chunk in chunks for c in chunk["choices"]):
+            said = choice["delta"].get("content") or choice["delta"].get("reasoning") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + said
+            ends[choice["index"]] = choice["finish_reason"] or ends.get(choice["index"])
+        found.append((texts, ends, chunks[-1]["usage"]))
+    assert found[0] == found[1]
+
+
+def test_embeddings_are_the_same(servers):
+    one, two = answers(servers, "/v1/embeddings", {"input": ["a", "the cat", "x" * 90], "model": "tiny"})
+    assert one == two
+    assert one[0] == 200
+
+
+def test_many_at_once_say_what_they_say_alone(server):
+    bodies = [{"prompt": f"{i} " * (1 + i % 7), "max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": i,
+               "stop": ["q", "zz"] if i % 3 else []} for i in range(12)]  # fmt: skip
+    alone = [json.loads(call(server, "/v1/completions", b)[2])["choices"] for b in bodies]
+    together = [None] * len(bodies)
+
+    def one(i):
+        together[i] = json.loads(call(server, "/v1/completions", bodies[i])[2])["choices"]
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(bodies))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert together == alone
+    server.assert_idle()
+
+
+# ---- what crosses ----------------------------------------------------------------------------------------------------
+
+
+def test_a_report_comes_back_as_it_was():
+    rng = random.Random(5)
+
+    def entry():
+        top = tuple((rng.randrange(300), -rng.random()) for _ in range(rng.randrange(4)))
+        return TokenLogprob(rng.randrange(300), -rng.random(), top, rng.randrange(9))
+
+    def event(i):
+        tokens = [rng.randrange(1 << 17) for _ in range(rng.randrange(4))]
+        made = OutputEvent(f"cmpl-{i}", rng.randrange(4), tokens)
+        if rng.random() < 0.5:
+            made.logprobs = [entry() for _ in tokens]
+        if rng.random() < 0.5:
+            made.finish = rng.choice(["stop", "length", "abort", "error"])
+            made.stop_token, made.cached_tokens, made.preemptions = rng.choice([None, 0, 7]), rng.randrange(99), 2
+            made.stop_string, made.error = rng.choice([None, "e"]), rng.choice(["", "not finite"])
+            made.unstructured, made.score = rng.choice(["", "too complex"]), rng.choice([None, -0.25])
+        if rng.random() < 0.2:
+            made.embedding = rng.choice([[0.1, -2.0], [[0.3], [0.1]]])
+            made.prompt_logprobs = [entry(), entry()]
+        return made
+
+    names = Stats.__dataclass_fields__
+    for size in (0, 1, 60):
+        report = StepReport([event(i) for i in range(size)], Stats(*(rng.randrange(1 << 40) for _ in names)), 12.5,
+                            0.25, [f"é{i}" for i in range(size // 2)], 1 << 33, bool(size))  # fmt: skip
+        assert unpack(pack(report)) == report
+
+
+def test_messages_may_be_cut_anywhere():
+    sent = [(Kind.ADD, b""), (Kind.REPORT, bytes(range(256)) * 9), (Kind.STOP, b"x")]
+    stream, rng = b"".join(framed(*message) for message in sent), random.Random(1)
+    for _ in range(50):
+        frames, got, at = Frames(), [], 0
+        while at < len(stream):
+            size = rng.choice([1, 2, 7, 900])
+            got += frames.feed(stream[at : at + size])
+            at += size
+        assert got == sent
+
+
+@pytest.mark.parametrize(
+    "e", [UserError("a", "b"), UserError("a"), Incompatible("a", "b"), Invalid("n", "is 3", "give 2", "code"),
+          NotFound("n", "is 3", "give 2"), Busy("full", 2.5)]
+)  # fmt: skip
+def test_a_users_mistake_crosses_whole(e):
+    back = pickle.loads(pickle.dumps(e))
+    assert type(back) is type(e)
+    assert (str(back), vars(back)) == (str(e), vars(e))
+
+
+# ---- between two steps -----------------------------------------------------------------------------------------------
+
+
+def test_adapters_come_and_go(servers, adapter):
+    named, said = {"lora_name": "own", "lora_path": str(adapter)}, {}
+    for server in servers:
+        body = {"prompt": "The cat", "max_tokens": 9, "temperature": 0, "model": "own"}
+        assert call(server, "/v1/completions", body)[0] == 404
+        assert call(server, "/v1/load_lora_adapter", named, headers=KEY)[0] == 200
+        said[server] = json.loads(call(server, "/v1/completions", body)[2])["choices"]
+        status, _, text = call(server, "/v1/load_lora_adapter", {**named, "lora_name": "x", "lora_path": "/tmp"},
+                               headers=KEY)  # fmt: skip
+        assert (status, "adapter" in error(text)["message"]) == (400, True)
+        assert call(server, "/v1/unload_lora_adapter", {"lora_name": "own"}, headers=KEY)[0] == 200
+        assert call(server, "/v1/completions", body)[0] == 404
+    assert said[servers[0]] == said[servers[1]]
+
+
+def test_it_sleeps_and_wakes(folder, adapter):
+    body = {"prompt": "The cat", "max_tokens": 9, "temperature": 0, "model": "own"}
+    with running(folder, apart=True, admin=["admin"], plan=["multi_adapter"]) as server:
+        named = {"lora_name": "own", "lora_path": str(adapter)}
+        assert call(server, "/v1/load_lora_adapter", named, headers=KEY)[0] == 200
+        before = json.loads(call(server, "/v1/completions", body)[2])["choices"]
+        for _ in range(2):
+            assert call(server, "/sleep", {}, headers=KEY)[0] == 200
+            assert call(server, "/v1/completions", body)[0] == 503
+            assert call(server, "/health")[0] == 200
+            assert call(server, "/wake_up", {}, headers=KEY)[0] == 200
+            assert json.loads(call(server, "/v1/completions", body)[2])["choices"] == before
+        stream = opened(server, {**LONG, "stream": True})
+        assert stream.recv(100)
+        assert call(server, "/sleep", {}, headers=KEY)[0] in (200, 503)  # the request may have ended
+        stream.close()
+
+
+def test_the_cache_is_emptied_and_counted(server):
+    prompt = {"prompt": "a prompt that is longer than two blocks of the cache", "max_tokens": 1}
+
+    def cached():
+        usage = json.loads(call(server, "/v1/completions", prompt)[2])["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached() > 0 for _ in range(2)] == [False, True]
+    assert json.loads(call(server, "/reset_prefix_cache", {}, headers=KEY)[2])["freed_blocks"] > 0
+    assert cached() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks(folder, stream):
+    with running(folder, apart=apart.slow) as server:
+        s = opened(server, {**LONG, "stream": stream, "n": 4})
+        server.wait(lambda: server.loop.stats.blocks_used > 0)
+        s.close()
+        server.assert_idle()
+        assert server.loop.stats.generated_tokens < 4 * LONG["max_tokens"]
+
+
+def test_a_request_that_cannot_be_taken_fails_alone(folder):
+    with running(folder, apart=apart.picky) as server:
+        body = {"max_tokens": 4, "n": 2}
+        status, _, text = call(server, "/v1/completions", {**body, "prompt": [9]})
+        assert status == 500, text
+        assert call(server, "/v1/completions", {**body, "prompt": [8]})[0] == 200
+        server.assert_idle()
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["fails", "killed"])
+def test_an_engine_that_ends_fails_everybody_clearly(folder, how):
+    with running(folder, apart=apart.broken if how == "fails" else apart.slow) as server:
+        results = []
+        threads = [
+            threading.Thread(target=lambda: results.append(call(server, "/v1/completions", LONG))) for _ in range(3)
+        ]
+        for t in threads:
+            t.start()
+        if how == "killed":
+            server.wait(lambda: server.loop.stats.running == 3)
+            server.engine.process.kill()
+        for t in threads:
+            t.join(20)
+        assert [status for status, _, _ in results] == [500] * 3
+        assert all("engine failed" in error(text)["message"] for _, _, text in results)
+        server.thread.join(20)  # the server ends by itself
+        assert not server.thread.is_alive()
+        assert isinstance(server.loop.failure, EngineLost)
+        assert ("SIGKILL" if how == "killed" else "exit code 1") in str(server.loop.failure)
+
+
+def test_a_step_that_hangs_is_ill_health(folder):
+    with running(folder, apart=apart.slow, limits=QueueLimits(stall=0.5)) as server:
+        assert call(server, "/health")[0] == 200
+        s = opened(server, LONG)
+        server.wait(lambda: server.loop.stats.running == 1)
+        server.engine.process.send_signal(signal.SIGSTOP)
+        server.wait(lambda: call(server, "/health")[0] == 503)
+        server.engine.process.send_signal(signal.SIGCONT)
+        server.wait(lambda: call(server, "/health")[0] == 200)
+        s.close()
+        server.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [(partial(apart.exits, 3), "ended with exit code 3 while it loaded"), (apart.killed, "ended by SIGKILL while it"),
+     (apart.unforeseen, "ended with exit code 1 while it loaded")],
+)  # fmt: skip
+def test_an_engine_that_ends_while_it_loads_is_a_message(build, said):
+    with pytest.raises(UserError, match=said):
+        RemoteEngine(build).wait_ready()
+
+
+def test_what_it_refuses_is_the_users_mistake(folder, tmp_path):
+    command = [sys.executable, "-m", "ridgeline", "serve", "--engine-process", "--port", "0"]
+    for options, said in (
+        ([str(tmp_path)], "no config.json"),
+        ([str(folder), "--kv-cache", "10"], "the key/value pool has room for 0 blocks"),
+        ([str(folder), "--role", "mixed"], "--engine-process does not apply"),
+    ):
+        done = subprocess.run(command + options, capture_output=True, text=True, timeout=120,
+                              env={**os.environ, "RIDGELINE_FLEET_SECRET": "s" * 32})  # fmt: skip
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def children(server):
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def test_it_ends_with_its_server(folder):
+    """Whatever the server was doing, and whatever ends it."""
+    for number in (signal.SIGKILL, signal.SIGINT):
+        with process(folder, "--engine-process", "--kv-cache", "1MB") as server:
+            own = children(server)
+            assert len(own) == 1
+            stream = opened(server, {**LONG, "stream": True, "n": 16})
+            assert stream.recv(100)
+            server.process.send_signal(number)
+            code = server.process.wait(60)
+            assert code == (-9 if number == signal.SIGKILL else 0)
+            _, left = psutil.wait_procs(own, timeout=20)
+            assert not left
+
+
+def test_a_signal_to_both_lets_requests_finish(folder):
+    """As a service manager sends it to all processes of a service."""
+    with process(folder, "--engine-process", "--kv-cache", "1MB", "--drain-timeout", "120") as server:
+        stream = opened(server, {**LONG, "stream": True, "n": 8})
+        assert stream.recv(100)
+        for one in (*children(server), server.process):
+            one.send_signal(signal.SIGTERM)
+        rest = b""
+        while piece := stream.recv(65536):
+            rest += piece
+        assert rest.count(b'"finish_reason":"length"') == 8
+        assert b"data: [DONE]" in rest
+        assert server.process.wait(60) == 0
+
+
+def test_an_idle_server_whose_engine_is_killed_ends(folder):
+    with process(folder, "--engine-process", "--kv-cache", "1MB") as server:
+        children(server)[0].kill()
+        assert server.process.wait(60) == 1
+
+
+def test_the_ranks_of_a_divided_model_are_its_own(tmp_path):
+    folder, body = tiny(tmp_path / "tiny"), {"prompt": "The cat", "max_tokens": 9, "temperature": 0}
+    said = []
+    for how in ("--no-engine-process", "--engine-process"):
+        with process(folder, how, "--kv-cache", "1MB", "--with", "tensor_parallel:degree=2") as server:
+            own = children(server)
+            said.append(json.loads(call(server, "/v1/completions", body)[2])["choices"])
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(60) == 0
+            _, left = psutil.wait_procs(own, timeout=20)
+            assert not left
+    assert said[0] == said[1]
