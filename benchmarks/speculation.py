@@ -94,7 +94,8 @@ def _train(e: Experiment, folder: Path) -> dict[str, Any]:
         done = train(e, TrainOptions(out=kept, export=str(folder)), RUN)
     losses = done["losses"]
     return {"steps": done["step"], "seconds": time.perf_counter() - start, "first_loss": losses[0],
-            "last_loss": statistics.fmean(losses[-20:]), "tokens_per_step": e.batch_size * e.training.seq_len}  # fmt: skip
+            "last_loss": statistics.fmean(losses[-20:]),
+            "tokens_per_step": e.batch_size * e.training.seq_len}  # fmt: skip
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
