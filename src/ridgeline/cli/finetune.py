@@ -55,6 +55,9 @@ def finetune(
     adapter: Annotated[Path | None, typer.Option(help="Continue from this adapter (a PEFT directory).")] = None,
     merged: Annotated[bool, typer.Option(help="Write the whole model with the adapter merged.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0 to disable.")] = 0,
+    async_save: Annotated[
+        bool, typer.Option(help="Write checkpoints while training goes on; each rank's host memory holds its part.")
+    ] = False,
     resume: Annotated[bool, typer.Option(help="Resume where the same command was stopped.")] = True,
     tokenizer: Annotated[str | None, typer.Option(help="Path to a tokenizer.json, if the checkpoint has none.")] = None,
     dtype: Annotated[str, typer.Option(help="Storage dtype of the weights: auto, fp32, bf16.")] = "auto",
@@ -87,7 +90,7 @@ def finetune(
     require_local(e)
     options = TrainOptions(
         out=str(out / "checkpoints"), export=str(out), adapter=adapts and not merged,
-        adapter_from=str(adapter) if adapter else None, save_every=save_every, resume=resume,
+        adapter_from=str(adapter) if adapter else None, save_every=save_every, async_save=async_save, resume=resume,
         eval_every=max(1, steps // 10) if eval_every is None else eval_every,
         device_memory=number_of_bytes("--device-memory", device_memory),
     )  # fmt: skip
