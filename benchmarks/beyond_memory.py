@@ -8,11 +8,14 @@ Parts:
             slower of transfers and computation would take alone
     flexgen the policy that is settled for a batch against others drawn at random and against ZeRO-Inference with the
             largest batch that fits, all within the same device and host memory: measured and predicted
-    prefix  time to the first token of a prompt of 4096 tokens that was served before: never, its blocks in the pool, in
-            host memory, on disk, and on disk after a restart; equal tokens are asserted
+    prefix  time to the first token of prompts that share their first 4096 tokens, and end with 64 of their own: the
+            first of them, and others when the shared blocks are in the pool, in host memory, on disk, and on disk after
+            a restart; the last three also with all layers' blocks brought before the first layer computes. The tokens
+            are asserted to be those of a prompt that nothing is known of
     peers   in a memory cgroup that leaves a quarter of the checkpoint beside the process: ours from disk, accelerate's
             disk offload (transformers), and with --llama-cpp PYTHON (one that has llama-cpp-python) llama.cpp's mapped
-            file of the same fp32 weights; equal greedy tokens are asserted. Needs root and cgroup v1
+            file of the same fp32 weights; equal greedy tokens are asserted. Beside them ours with the same weights in 8
+            bits (rtn), with the share of its tokens that are the same. Needs root and cgroup v1
     many    the same memory and model, 128 sequences of 16 + 16 tokens: the policy that flexgen settles, and accelerate
             with the largest batch that is not killed
 
@@ -32,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,7 @@ from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.probing.disk import file_rate
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.checkpoint.formats.gguf import write_gguf
+from ridgeline.nn.memory.block_store import Restoring
 from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
@@ -64,6 +69,8 @@ LARGE = MODEL.changed(name="beyond-large", hidden_size=2048, num_layers=12, num_
 MANY = (128, 16, 16)
 """Sequences, tokens of each prompt, tokens of each answer."""
 BATCHES = (1, 8, 32, 128)
+SHARED, OWN = 4096, 64
+"""Tokens of the shared prefix, and of each prompt's own end."""
 PLANS = {
     "device": [],
     "host": ["zero_inference:prefetch=1"],
@@ -74,6 +81,7 @@ PLANS = {
 }
 PROCESS = 500 << 20
 """What Python, PyTorch and transformers take themselves."""
+CODED = "ridgeline, 8 bits"
 GROUP = Path("/sys/fs/cgroup/memory/ridgeline-benchmark")
 
 
@@ -174,41 +182,56 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
 
 
 def prefix(checkpoint: str, rounds: int, folder: str) -> dict[str, Any]:
-    """Seconds to the first token by where the prompt's blocks are."""
-    prompts = torch.randint(MODEL.vocab_size, (2, 4096), generator=torch.Generator().manual_seed(1)).tolist()
-    pool = 2 * 4 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 4200
+    """Seconds to the first token by where the blocks of the shared prefix are."""
+    draw = torch.Generator().manual_seed(1)
+    shared, other = torch.randint(MODEL.vocab_size, (2, SHARED), generator=draw).tolist()
+    ends = torch.randint(MODEL.vocab_size, (8, OWN), generator=draw).tolist()
+    pool = 2 * 4 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * (SHARED + OWN + 40)
     base = ["paged_kv", "continuous_batching", "chunked_prefill", "padding_free"]
     seconds: dict[str, list[float]] = {}
-    tokens: set[tuple[int, ...]] = set()
+    wait = Restoring.wait
 
-    def first(engine: Any, name: str, which: int) -> None:
-        engine.add(EngineRequest(f"{name}{len(seconds.get(name, ()))}{time.perf_counter()}", prompts[which],
-                                 Sampling(max_tokens=1, temperature=0.0)))  # fmt: skip
+    def made(*more: str) -> Any:
+        return load_engine(Path(checkpoint), [*base, *more], kv_cache_bytes=pool, max_model_len=SHARED + OWN + 40)
+
+    def first(engine: Any, name: str, ids: list[int]) -> int:
+        engine.add(EngineRequest(f"{name}{time.perf_counter()}", ids, Sampling(max_tokens=1, temperature=0.0)))
         start = time.perf_counter()
-        made: list[int] = []
+        found: list[int] = []
         while engine.has_work():
-            made += [t for event in engine.step() for t in event.tokens]
+            found += [t for event in engine.step() for t in event.tokens]
         if name:
             seconds.setdefault(name, []).append(time.perf_counter() - start)
-            tokens.add(tuple(made))
+        return found[0]
 
+    engine = made()
+    want = []
+    for end in ends:
+        want.append(first(engine, "", shared + end))
+        engine.reset_prefix_cache()
+    engine.close()
     stores = {"host": "kv_offload:host=4GiB", "disk": f"kv_offload:host=1,disk=4GiB,path={folder}",
               "disk after a restart": f"prefix_store:host=1GiB,disk=4GiB,path={folder}/prefixes"}  # fmt: skip
     for _ in range(rounds):
         for name, store in stores.items():
-            engine = load_engine(Path(checkpoint), [*base, store], kv_cache_bytes=pool, max_model_len=4200)
-            first(engine, "never served", 0)
-            first(engine, "pool", 0)
-            if name == "disk after a restart":
-                engine.close()
-                engine = load_engine(Path(checkpoint), [*base, store], kv_cache_bytes=pool, max_model_len=4200)
-            else:
-                first(engine, "", 1)  # takes the pool
-            first(engine, name, 0)
+            engine = made(store)
+            assert first(engine, "cold", shared + ends[0]) == want[0]
+            assert first(engine, "device", shared + ends[1]) == want[1]
+            for i, how in enumerate(("", ", all layers first")):
+                if name == "disk after a restart":
+                    engine.close()
+                    engine = made(store)
+                else:
+                    first(engine, "", other)  # takes the pool
+                if how:
+                    Restoring.wait = lambda self, layer: wait(self, self.layers - 1)  # type: ignore[method-assign]
+                assert first(engine, name + how, shared + ends[2 + i]) == want[2 + i]
+                Restoring.wait = wait  # type: ignore[method-assign]
             engine.close()
             shutil.rmtree(f"{folder}/prefixes", ignore_errors=True)
-    assert len(tokens) == 1
-    return {"tokens": 4096, "ttft_s": {k: statistics.median(v) for k, v in seconds.items()},
+    bytes_ = 2 * 4 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * SHARED
+    return {"shared": SHARED, "own": OWN, "cache_bytes": bytes_,
+            "ttft_s": {k: statistics.median(v) for k, v in seconds.items()},
             "spread": {k: statistics.pstdev(v) / statistics.median(v) for k, v in seconds.items()}}  # fmt: skip
 
 
@@ -270,8 +293,10 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str) -> dict[str
     job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "layers": LARGE.num_layers, "folder": folder,
            "output_len": OUTPUT, "gguf": f"{checkpoint}/fp32.gguf",
            "plan": ["zero_inference:parameters=nvme"]}  # fmt: skip
+    small = f"{checkpoint}-8bits"
     contestants = {
         "ridgeline": [sys.executable, str(here), "--worker"],
+        CODED: [sys.executable, str(here), "--worker"],
         "accelerate": [sys.executable, str(here.parent / "peers" / "accelerate_worker.py")],
     }
     rows = []
@@ -284,15 +309,23 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str) -> dict[str
         versions: dict[str, str] = {}
         for _ in range(rounds):
             for name, command in some.items():
-                forget(checkpoint)
-                found = confined(command, {**job, "prompt": prompt(batch).tolist(), "batch": batch}, limit)
+                mine = small if name == CODED else checkpoint
+                forget(mine)
+                found = confined(command, {**job, "checkpoint": mine, "prompt": prompt(batch).tolist()}, limit)
                 steps[name] += found["seconds"][1:]
-                assert answers.setdefault("tokens", found["tokens"]) == found["tokens"], f"{name}: other tokens"
+                known = answers.setdefault("tokens", found["tokens"])
+                if name == CODED:
+                    same = [a == b for a, b in zip(chain(*known), chain(*found["tokens"]), strict=True)]
+                    answers["same"] = statistics.fmean(same)
+                else:
+                    assert known == found["tokens"], f"{name}: other tokens"
                 versions |= {name: found["version"]} if "version" in found else {}
         medians = {name: statistics.median(v) for name, v in steps.items()}
         rows.append({"batch": batch, "versions": versions, "step_s": medians,
                      "spread": {n: statistics.pstdev(v) / medians[n] for n, v in steps.items()},
-                     "ratio": {n: medians[n] / medians["ridgeline"] for n in some}})  # fmt: skip
+                     "ratio": {n: medians[n] / medians["ridgeline"] for n in some},
+                     "ratio_8_bits": {n: medians[n] / medians[CODED] for n in some},
+                     "same_tokens_8_bits": answers["same"]})  # fmt: skip
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return {"limit_bytes": limit, "checkpoint_bytes": size, "rows": rows}
 
@@ -374,7 +407,7 @@ def main() -> None:
             out["tiers"] = tiers(checkpoint, args.rounds)
         if "prefix" in args.only:
             long = str(Path(where) / "long")
-            save_checkpoint(build(MODEL.changed(max_positions=4200), "cpu", torch.float32, 0), long)
+            save_checkpoint(build(MODEL.changed(max_positions=SHARED + OWN + 40), "cpu", torch.float32, 0), long)
             out["prefix"] = prefix(long, args.rounds, str(Path(where) / "blocks"))
         if "flexgen" in args.only:
             out["flexgen"] = flexgen(checkpoint, args.rounds)
@@ -382,8 +415,10 @@ def main() -> None:
             shutil.rmtree(checkpoint)
             save_checkpoint(build(LARGE, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=5e8)
         if "peers" in args.only:
-            if args.llama_cpp:  # which reads no file without a vocabulary
-                vocabulary(Path(checkpoint) / "tokenizer.json")
+            vocabulary(Path(checkpoint) / "tokenizer.json")  # without one, llama.cpp reads no file
+            compress = [sys.executable, "-m", "ridgeline", "compress", checkpoint, "--with", "rtn:bits=8"]
+            subprocess.run([*compress, "--out", f"{checkpoint}-8bits"], check=True, capture_output=True)
+            if args.llama_cpp:
                 write_gguf(Path(checkpoint), Path(checkpoint) / "fp32.gguf")
             out["peers"] = peers(checkpoint, str(Path(where) / "offload"), args.rounds, args.llama_cpp)
         if "many" in args.only:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -130,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="routing,speed")
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(a.checkpoint / "tokenizer.json"))
@@ -137,12 +139,14 @@ def main() -> None:
     length = PROMPT + TOKENS
     texts = [torch.tensor([ids[i * length : (i + 1) * length]]) for i in range(TEXTS)]
     model = experiment(a.checkpoint, str(a.checkpoint), []).model
-    found = {
-        "environment": {**fingerprint(), "threads": torch.get_num_threads()},
+    found: dict[str, Any] = {
+        "environment": {**fingerprint(), "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0]},
         "model": model.model_dump(exclude_defaults=True),
-        "routing": routing(a.checkpoint, texts),
-        "speed": speed(a.checkpoint, texts, a.rounds),
     }
+    if "routing" in a.only:
+        found["routing"] = routing(a.checkpoint, texts)
+    if "speed" in a.only:
+        found["speed"] = speed(a.checkpoint, texts, a.rounds)
     if a.json:
         a.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

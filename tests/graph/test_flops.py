@@ -133,6 +133,22 @@ def test_lora_trains_nothing_below_the_first_adapter(spec, twins, targets, other
         assert backward < in_graph(twins(spec).graph(), "backward")
 
 
+@pytest.mark.parametrize("others", [[], ["flash_attention"]], ids="+".join)
+def test_a_draft_head_trains_beside_a_frozen_model(spec, twins, others):
+    """The model runs forward only; its output layer reads two hidden states of each place."""
+    if not spec.causal or spec.is_encoder_decoder:
+        pytest.skip("no decoder")
+    both = twins(spec, ["eagle", *others])
+    forward, backward, g = assert_equal_flops(both)
+    head = 2 * spec.hidden_size * spec.vocab_size * g.tokens
+    plain = in_graph(twins(spec, others).graph(), "forward")
+    layer = sum(o.flops for b in g.blocks if b.name == "layers.draft" for o in b.forward)
+    assert forward == plain + layer + head
+    trained = sum(p.numel for p, _ in g.params if p.trainable)
+    assert trained == sum(p.numel() for n, p in both.real().root.named_parameters() if p.requires_grad)
+    assert backward < 3 * (layer + head)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rtn_changes_no_arithmetic(spec, twins, bits):
     plan = fitting(spec, ["lora:rank=4"])

@@ -15,7 +15,7 @@ from ridgeline.measure.probing.probe import (
 from ridgeline.predict import predict
 from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.spec.device import STEP_ROWS, Device, Rate
+from ridgeline.spec.device import PROMPT_ROWS, STEP_ROWS, Device, Rate
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.registry import check, normalize
 
@@ -33,21 +33,23 @@ def bare():
                   rates=RATES, host_latency={"1": 3e-5, "decode": 1e-5})  # fmt: skip
 
 
-def step(model, n):
-    """Seconds of a decode step on a machine with the true costs."""
+def step(model, n, prompt=False):
+    """Seconds of a decode step of ``n`` sequences, or of a prompt of ``n`` tokens, on a machine with the true costs."""
     pools = {f"attention_pool.{k}".rstrip("."): Rate(**v) for k, v in POOLS.items()}
     d = bare().model_copy(update={"rates": {**RATES, **pools}, "host_latency": {}})
     e = normalize(serving_experiment(model, n, d))
     surface = Iterations(e, check(e), e.cluster, find_engine("ridgeline", d), (8, 64))
-    a, b = surface.decode(n)
     ops = sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in surface.graph(1, 1, 1).blocks)
     own = TRUE["serve.iteration"] + ops * TRUE["serve"]
+    if prompt:
+        return surface.body(n) + surface.prompt_attention(n, 0) + surface.head(1) + own + TRUE["serve.sequence"]
+    a, b = surface.decode(n)
     return a + b * n * 32 + own + n * (TRUE["serve.sequence"] + model.num_layers * TRUE["layer"])
 
 
 def found():
     steps = {f"{layers},{n}": step(narrow(layers), n) for layers, n in NARROW_STEPS}
-    large = {f"{layers},{n}": step(deep(layers), n) for layers in STEP_DEPTHS for n in STEP_ROWS}
+    large = {f"{layers},{n}": step(deep(layers), n, n in PROMPT_ROWS) for layers in STEP_DEPTHS for n in STEP_ROWS}
     one, sixteen = step(narrow(2), 1), step(narrow(2), 16)
     both, reply = TRUE["serve.token"] + TRUE["serve.admission"], TRUE["serve.reply"]
     token = TRUE["serve.token"] + reply
@@ -82,6 +84,30 @@ def test_operators_are_slower_where_weights_outgrow_the_caches_and_faster_where_
     expected = [true, (true + warm) / 2, warm, (true + warm) / 2, true, true]
     assert [d.serving(few).in_step(rows) for rows in (1, 4.5, 8, 20, 32, 99)] == pytest.approx(expected, rel=0.02)
     assert bare().serving(1e9).in_step(4) == 0, "nothing was measured"
+
+
+def test_prompts_have_costs_of_their_own():
+    costs = found()
+    costs["deep"]["20,512"] += 0.283
+    d = with_serving(bare(), costs).serving(4.0 * deep(20).num_parameters)
+    expected = [TRUE["serve"], TRUE["serve"] + 0.5e-3, TRUE["serve"] + 1e-3]
+    assert [d.in_step(rows) for rows in (64, 288, 512)] == pytest.approx(expected, rel=0.02)
+
+    def metrics(machine, prompt):
+        e = serving_experiment(deep(20), 1, machine, requests=4, prompt_len=prompt, output_len=8)
+        return predict(e).metrics
+
+    plain = with_serving(bare(), found())
+    slow = with_serving(bare(), costs)
+    added = [metrics(slow, n)["ttft_p50_s"].value - metrics(plain, n)["ttft_p50_s"].value for n in (64, 512)]
+    assert added == pytest.approx([0, 0.283], rel=0.02, abs=1e-4)
+    assert metrics(slow, 512)["tpot_p50_s"].value == pytest.approx(metrics(plain, 512)["tpot_p50_s"].value, rel=0.01)
+
+
+def test_a_profile_of_decode_steps_alone_is_still_read():
+    d = with_serving(bare(), found())
+    d = d.model_copy(update={"step_latency": [line[:4] for line in d.step_latency]})
+    assert d.serving(1e9).in_step(512) == pytest.approx(TRUE["serve"], rel=0.02)
 
 
 def test_layers_in_one_kernel_have_costs_of_their_own():

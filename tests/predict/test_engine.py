@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from ridgeline import catalog, experiments
@@ -113,11 +114,28 @@ def test_one_shot_all_reduce():
 
 
 def test_uneven_routing_reaches_fewer_experts():
-    assert distinct_experts(128, 1) == pytest.approx(1.0, rel=0.01)
-    for rows in (16, 128, 1024):
-        even = 128 * (1 - (1 - 1 / 128) ** rows)
-        assert 0.7 * even < distinct_experts(128, rows) < even
-    assert distinct_experts(8, 10**6) == pytest.approx(8, rel=1e-4)
+    for experts, chosen in ((8, 2), (128, 8), (16, 1), (4, 4)):
+        assert distinct_experts(experts, 1, chosen) == pytest.approx(chosen)  # drawn without replacement
+        assert distinct_experts(experts, 10**6, chosen) == pytest.approx(experts, rel=1e-3)
+    for tokens in (2, 16, 128):
+        even = 128 * (1 - (1 - 8 / 128) ** tokens)
+        assert 0.7 * even < distinct_experts(128, tokens, 8) < even
+
+
+def test_experts_are_drawn_from_uneven_popularities():
+    """Tokens whose choice of each expert is independent, with probabilities from the assumed distribution."""
+    generator = np.random.default_rng(0)
+    for experts, chosen, tokens in ((8, 2, 1), (8, 2, 4), (64, 8, 6), (128, 8, 32)):
+        popularity = generator.beta(1, experts / chosen - 1, size=(20000, experts))
+        reached = (1 - (1 - popularity) ** tokens).sum(1).mean()
+        assert distinct_experts(experts, tokens, chosen) == pytest.approx(reached, rel=0.01)
+
+
+@pytest.mark.parametrize(("batch", "reached"), [(1, 2.0), (4, 8 * 4 / 7)])
+def test_a_decode_step_reads_the_experts_that_its_tokens_choose(batch, reached):
+    g = tokens_graph(catalog.model("mixtral-8x7b"), batch, 1, 64, "bf16")
+    up = next(o for b in g.blocks for o in b.forward if o.param.endswith("experts.up_proj"))
+    assert up.experts == pytest.approx(reached)
 
 
 def test_surfaces_share_what_does_not_depend_on_the_workload():

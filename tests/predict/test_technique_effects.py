@@ -9,6 +9,7 @@ from ridgeline.graph import Op
 from ridgeline.graph.graph import changed
 from ridgeline.predict import predict
 from ridgeline.predict.operators.kernel import op_time
+from ridgeline.spec.draft_head import CONFIG, FORMAT, head_spec
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.scheduling import Speculation
 
@@ -44,6 +45,50 @@ def test_a_drafting_model_takes_time_of_its_own(tmp_path):
     small = predict(experiments.make("llama3.2-1b", "a100-80g-sxm", STEADY, [])).metrics["tpot_s"].value
     passes = (paid - free) * Speculation(4, 0.8).expected_tokens
     assert 0.5 * small < passes / 4 < small, "four passes of it, without the engine's own time between two iterations"
+
+
+def head_of(model, folder):
+    """The configuration of a head of a catalog's model, which is all that a prediction reads."""
+    folder.mkdir()
+    about = {"format": FORMAT, "base": "", "layer": head_spec(catalog.model(model)).model_dump(mode="json")}
+    (folder / CONFIG).write_text(json.dumps(about))
+    return folder
+
+
+def test_a_head_costs_a_layer_and_logits_for_each_level(tmp_path):
+    """arXiv:2401.15077: against free drafts of the same acceptance, in multiples of what is read of memory."""
+    head = head_of("llama2-7b", tmp_path / "head")
+    free, paid = (metrics([f"speculative:acceptance=0.8,tokens=4{d}"])[0]["tpot_s"] for d in ("", f",draft={head}"))
+    plain, m = metrics([])[0]["tpot_s"], catalog.model("llama2-7b")
+    layer = sum(p.numel for p in m.block_parameters(0)) + 2 * m.hidden_size**2
+    share = (layer + m.hidden_size * m.vocab_size) / m.num_parameters  # of the weights that a pass of the model reads
+    each = (paid - free) * Speculation(4, 0.8).expected_tokens / 4
+    assert 0.8 * share < each / plain < 2 * share
+    assert paid < 0.6 * plain, "it pays for a single sequence"
+
+
+def test_a_tree_is_checked_by_as_many_rows_as_it_has_nodes(tmp_path):
+    head = head_of("llama2-7b", tmp_path / "head")
+    assert Speculation(4, 0.8, nodes=16).rows == 17
+    assert Speculation(4, 0.8).rows == 5
+
+    def rate(concurrency, *options):
+        plan = [f"speculative:{','.join((f'draft={head}', 'tokens=4', *options))}"]
+        load = {"concurrency": concurrency, "requests": 2 * concurrency, "prompt_len": 128}
+        return metrics(plan, **load)[0]["tokens_per_s"]
+
+    # One sequence waits for weights: what more nodes keep is gained. Of many, rows of rejected ones cost more.
+    few, many = ((rate(n, "acceptance=0.6"), rate(n, "acceptance=0.75", "branches=4", "nodes=48")) for n in (1, 128))
+    assert few[1] > few[0]
+    assert many[1] < many[0]
+
+
+def test_a_head_takes_room_of_the_cache(tmp_path):
+    head = head_of("llama2-7b", tmp_path / "head")
+    load = {"engine": "ridgeline", "kv_cache_bytes": 8 << 30}
+    plain, drafted = (metrics(p, **load)[0]["kv_cache_tokens"] for p in (["paged_kv"], [
+        "paged_kv", f"speculative:draft={head}"]))  # fmt: skip
+    assert drafted / plain == pytest.approx(64 * 4096 / (66 * 4096 + 4096 + 1), rel=2e-3)
 
 
 def test_an_unknown_acceptance_is_said():

@@ -5,6 +5,9 @@ import os
 import resource
 import subprocess
 import sys
+import threading
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from tests.serving import ask, run
 
 from ridgeline.nn.memory.block_store import BlockStore
 from ridgeline.serve.build_engine import load_engine
+from ridgeline.serve.scheduler import share
 from ridgeline.spec.errors import Incompatible, UserError
 
 PLAN = ("paged_kv:block_size=4", "continuous_batching", "chunked_prefill", "padding_free")
@@ -99,8 +103,6 @@ def test_preempted_requests_take_up_what_they_had(source, want):
 def test_salts_stay_apart(source):
     e = engine(source, "kv_offload:host=1MB")
     served(e, FIRST, OTHER)
-    from dataclasses import replace
-
     before = e.stats().cached_tokens
     run(e, replace(ask("salted", FIRST, 2), salt=b"mine"))
     assert e.stats().cached_tokens == before
@@ -231,6 +233,156 @@ def test_refusals(source):
         engine(source, "kv_offload", "prefix_store")
 
 
+# ---- layer by layer --------------------------------------------------------------------------------------------------
+
+
+LONGER = [*FIRST, *range(60, 66)]
+"""Begins like FIRST, and leaves a chunk to compute."""
+
+
+def damaged(folder, layer, which=3):
+    """One block's file with another byte in a layer's part; the file."""
+    file = sorted(folder.glob("*.kv"))[which]
+    data = bytearray(file.read_bytes())
+    part = BLOCK // LLAMA["num_layers"]
+    data[len(data) - BLOCK + layer * part + part // 2] ^= 1
+    file.write_bytes(bytes(data))
+    return file
+
+
+@pytest.mark.parametrize("layer", range(LLAMA["num_layers"]))
+def test_a_damaged_layer_is_found_in_the_middle_of_a_pass(source, tmp_path, caplog, layer):
+    """A layer's part has a checksum of its own. Who shares what has just been restored is computed again with it, and
+    others of the same pass are not."""
+    prompts = {"a": LONGER, "b": [*FIRST, 80, 81], "other": OTHER[:9]}
+    want = {name: served(engine(source, blocks=64), p)[0][0] for name, p in prompts.items()}
+    e = stored(source, tmp_path)
+    served(e, FIRST)
+    e.close()
+    damaged(tmp_path, layer)
+    e = engine(source, f"prefix_store:host=1,disk=1MB,path={tmp_path}", blocks=64)
+    again: list[str] = []
+    compute_again = e.scheduler.compute_again
+    e.scheduler.compute_again = lambda seq: (again.append(seq.group.request.id), compute_again(seq))
+    tokens, _ = run(e, *(ask(name, p, 6) for name, p in prompts.items()))
+    assert {name: t for (name, _), t in tokens.items()} == want
+    assert again == ["a", "b"]
+    assert e.stats().restored_blocks == 9
+    assert "1 stored blocks of the cache are gone or damaged: what 2 sequences had" in caplog.text
+    assert e.stats().preemptions == 0
+    e.check()
+
+
+def test_what_failed_once_is_stored_again(source, want, tmp_path):
+    e = stored(source, tmp_path)
+    served(e, FIRST)
+    e.close()
+    damaged(tmp_path, 1)
+    for found in (None, 40):
+        e = stored(source, tmp_path, host=1)
+        answer = served(e, FIRST)[0]
+        assert answer[0] == want[len(FIRST)]
+        assert found is None or answer[1] == found
+        e.close()
+
+
+def test_a_file_that_vanishes_between_two_layers(source, want, tmp_path, monkeypatch):
+    e = stored(source, tmp_path)
+    served(e, FIRST)
+    e.close()
+    e = stored(source, tmp_path, host=1)
+    victim = sorted(tmp_path.glob("*.kv"))[0]
+    read = BlockStore._read
+
+    def reading(self, coming, layer, into):
+        if layer:
+            victim.unlink(missing_ok=True)
+        return read(self, coming, layer, into)
+
+    monkeypatch.setattr(BlockStore, "_read", reading)
+    assert served(e, FIRST)[0][0] == want[len(FIRST)]
+    assert e.stats().restored_blocks == 9
+    e.check()
+
+
+def test_short_reads_are_continued(source, want, tmp_path, monkeypatch):
+    """A read may return less than it was asked for (a signal, a network disk)."""
+    e = stored(source, tmp_path)
+    served(e, FIRST)
+    e.close()
+    e, whole = stored(source, tmp_path, host=1), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda f, into, at: whole(f, [into[0][: max(1, len(into[0]) // 3)]], at))
+    assert served(e, FIRST)[0] == (want[len(FIRST)], 40)
+
+
+def test_a_layer_is_computed_before_the_next_ones_are_there(source, want, tmp_path, monkeypatch):
+    """Layer 1's reads wait until layer 0 has been computed."""
+    e = stored(source, tmp_path)
+    expected = served(engine(source, blocks=64), LONGER)[0][0]
+    served(e, FIRST)
+    e.close()
+    e = stored(source, tmp_path, host=1)
+    computed, read = threading.Event(), BlockStore._read
+    e.runner.after_layer = lambda layer: computed.set()
+
+    def reading(self, coming, layer, into):
+        assert layer == 0 or computed.wait(60)
+        return read(self, coming, layer, into)
+
+    monkeypatch.setattr(BlockStore, "_read", reading)
+    assert served(e, LONGER)[0] == (expected, 40)
+    assert computed.is_set()
+
+
+def test_files_of_the_format_before_are_ignored(source, want, tmp_path):
+    e = stored(source, tmp_path)
+    served(e, FIRST)
+    e.close()
+    for file in tmp_path.glob("*.kv"):  # as they were: one checksum, of the whole block
+        data = file.read_bytes()
+        body = data[-BLOCK:]
+        file.write_bytes(b"RLKV0001" + data[8:40] + zlib.crc32(body).to_bytes(4, "little") + body)
+    assert served(stored(source, tmp_path), FIRST)[0] == (want[len(FIRST)], 0)
+
+
+def test_one_that_cannot_join_leaves_nothing_half_restored(source, want, tmp_path):
+    """The pool is taken by another request: what was taken from the store for one that then has to wait is not there,
+    and must not be found or saved as if it were."""
+    e = stored(source, tmp_path, host="1MB")
+    served(e, FIRST)
+    e.close()
+    e, left = engine(source, f"prefix_store:host=1MB,disk=1MB,path={tmp_path}", blocks=14), 0
+    restore = e.blocks.restore
+
+    def restoring():
+        nonlocal left
+        left += sum(not e.blocks.refs[b] for b in e.blocks.coming)
+        return restore()
+
+    e.blocks.restore = restoring
+    tokens, _ = run(e, ask("long", OTHER[:15], 40), ask("first", FIRST, 6), ask("again", LONGER, 6))
+    plain = engine(source, blocks=64)
+    expected, _ = run(plain, ask("long", OTHER[:15], 40), ask("first", FIRST, 6), ask("again", LONGER, 6))
+    assert tokens == expected
+    assert left
+    e.check()
+
+
+def test_fair_shares_are_charged_once(source, tmp_path):
+    """For a prompt that joins twice: what it computes in the end."""
+    e = stored(source, tmp_path)
+    served(e, FIRST)
+    e.close()
+    damaged(tmp_path, 0, which=0)
+    e = stored(source, tmp_path, host=1)
+    share(e.scheduler, "fair")
+    run(e, replace(ask("r", FIRST, 1), client=b"c"))
+    found = e.stats().cached_tokens
+    assert e.scheduler.fair.served[b"c"] == pytest.approx(
+        (len(FIRST) - found) * e.scheduler.fair.prompt_weight + e.scheduler.fair.output_weight
+    )
+
+
 # ---- the store -------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +394,7 @@ def test_the_least_recently_used_goes_first():
     from pathlib import Path
 
     with tempfile.TemporaryDirectory() as folder:
-        store = BlockStore(pool, 4, "x", 3 * 96, 2 * 96, Path(folder) / "kv")
+        store = BlockStore([pool], 4, "x", 3 * 96, 2 * 96, Path(folder) / "kv")
         assert store.block_bytes == 96
         for i, key in enumerate(keys):
             store.save(key, i)
@@ -250,7 +402,7 @@ def test_the_least_recently_used_goes_first():
         assert store.known(keys[1:]) == 5
         before = pool[0].clone()
         pool[0].zero_()
-        assert store.load(keys[1:4], [7, 6, 5]) == 3
+        assert store.restore(keys[1:4], [7, 6, 5]).finish() == set()
         for i, block in ((1, 7), (2, 6), (3, 5)):
             assert torch.equal(pool[0][:, :, 4 * block : 4 * block + 4], before[:, :, 4 * i : 4 * i + 4])
         store.close()

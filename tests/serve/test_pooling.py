@@ -83,6 +83,57 @@ def test_the_numbers_of_an_answer_are_bounded(server, monkeypatch):
     refused(server, "/pooling", {"input": [1, 2, 3, 4], "task": "token_embed"}, "input")
 
 
+@pytest.mark.parametrize(("size", "options"), [(1, {}), (5, {"use_activation": False}), (2**62, {"dimensions": 8})])
+def test_late_chunking(server, monkeypatch, size, options):
+    monkeypatch.setattr(server.service, "dimensions", None)
+    texts = ["a text of more tokens than one step takes, with ünïcode — 中文" * 3, "x"]
+    found = asked(server, "/v1/embeddings", input=texts, late_chunking_params={"chunk_size": size}, **options)
+    tokenizer = server.service.vocabulary.tokenizer
+    for text, entry in zip(texts, found["data"], strict=True):
+        means = torch.stack([part.mean(0) for part in hidden(server, text).split(size)])[:, : options.get("dimensions")]
+        if "use_activation" not in options:
+            means = torch.nn.functional.normalize(means, dim=-1)
+        torch.testing.assert_close(torch.tensor(entry["embedding"]), means, rtol=1e-3, atol=1e-4)
+        said, offsets = entry["late_chunking"], tokenizer.encode(text).offsets
+        assert (said["strategy"], said["chunk_size"], said["input_tokens"]) == ("fixed_tokens", size, len(offsets))
+        starts = range(0, len(offsets), size)
+        assert [c["token_range"] for c in said["chunks"]] == [[s, min(s + size, len(offsets))] for s in starts]
+        for chunk in said["chunks"]:
+            own = [o for o in offsets[slice(*chunk["token_range"])] if o[0] < o[1]]
+            assert chunk["char_range"] == ([min(own)[0], max(b for _, b in own)] if own else None)
+    assert found["usage"]["prompt_tokens"] == sum(d["late_chunking"]["input_tokens"] for d in found["data"])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [1, 2]}, "late_chunking_params"),
+        ({"input": ["a", ""]}, ""),
+        ({"input": "a", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        ({"input": "a", "padding": "max_length"}, "padding"),
+        ({"input": "a", "late_chunking_params": {"chunk_size": 2**63}}, "late_chunking_params"),
+        ({"input": "a", "late_chunking_params": {"chunk_size": 0}}, "late_chunking_params"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "late_chunking_params"),
+    ],
+)
+def test_what_cannot_be_divided_into_chunks(server, body, param):
+    status, _, text = call(server, "/v1/embeddings", {"late_chunking_params": {"chunk_size": 5}, **body})
+    assert status == 400, text
+    assert not param or json.loads(text)["error"]["param"] == param
+
+
+def test_late_chunks_come_in_bytes_too(server):
+    body = {"input": "several tokens", "late_chunking_params": {"chunk_size": 2}}
+    plain = asked(server, "/v1/embeddings", **body)["data"][0]
+    sent = json.dumps({**body, "encoding_format": "bytes"}).encode()
+    request = urllib.request.Request(server.url + "/v1/embeddings", sent, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        content, (entry,) = reply.read(), json.loads(reply.headers["metadata"])["data"]
+    numbers = torch.frombuffer(bytearray(content), dtype=torch.float32).view(entry["shape"])
+    torch.testing.assert_close(numbers, torch.tensor(plain["embedding"]), rtol=1e-4, atol=1e-5)
+    assert entry["late_chunking"] == plain["late_chunking"]
+
+
 def test_prompts_are_padded_to_the_context(server, monkeypatch):
     monkeypatch.setattr(server.service, "special", {"pad_token": "<|mask|>"})
     monkeypatch.setattr(server.service, "pooling", "last")

@@ -39,7 +39,7 @@ def test_mapped_weights_are_those_that_are_read(tmp_path):
 def test_a_pool_takes_memory_when_it_is_used(tmp_path):
     engine = load_engine(checkpoint(tmp_path, LLAMA), kv_cache_bytes=1 << 32, max_model_len=64)
     assert engine.blocks.count > 1 << 16
-    assert not engine.runner.pool()[0][:, :, -1].any()
+    assert not engine.runner.pool()[0][0][:, :, -1].any()
 
 
 @pytest.mark.parametrize("able", [True, False])
@@ -50,7 +50,7 @@ def test_weights_in_bf16_stay_so_where_the_cpu_multiplies_it(tmp_path, monkeypat
     low = able and stored is torch.bfloat16
     assert default_dtype(source) == ("bf16" if low else "auto")
     engine = load_engine(source, max_model_len=64, kv_cache_bytes=1 << 20)
-    assert engine.runner.pool()[0].dtype is (torch.bfloat16 if low else torch.float32)
+    assert engine.runner.pool()[0][0].dtype is (torch.bfloat16 if low else torch.float32)
     if low:
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))

@@ -11,15 +11,19 @@ from tests.compressing import LLAMA, MIXTRAL, checkpoint
 from tests.techniques.test_zero_inference import built, tokens
 
 from ridgeline import catalog, experiments
+from ridgeline.graph import decode_graph
 from ridgeline.nn.memory.cache_tiers import CacheDisk
 from ridgeline.nn.memory.hidden_tiers import HiddenStates
 from ridgeline.nn.memory.meter import Meter
 from ridgeline.nn.model.attention import BACKENDS, LayerCache, Mask
+from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.predict import predict
+from ridgeline.predict.common import rewritten
 from ridgeline.spec.device import Cluster, Host, Link
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.memory.flexgen import spread
 from ridgeline.techniques.memory.flexgen_policy import KINDS, TIERS, PassCosts, PolicyCosts, place
+from ridgeline.techniques.registry import resolve
 
 DEEP = {**LLAMA, "num_layers": 5}
 PLACES = {
@@ -43,8 +47,6 @@ def want(deep):
 @torch.inference_mode()
 def answers(model, batch, count=6):
     """Greedy tokens and last logits of ``batch`` sequences; twice, as another generation must begin anew."""
-    from ridgeline.nn.model.generate import decode, make_cache, prefill
-
     prompt = torch.randint(258, (batch, 8), generator=torch.Generator().manual_seed(1))
     runs = []
     for _ in range(2):
@@ -132,6 +134,41 @@ def test_tiers_are_spread_evenly():
         assert tiers.count("device") == int(count * device + 1e-9)
         if device + host == 1:
             assert "disk" not in tiers
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+@pytest.mark.parametrize("where", ["disk", "mixed"])
+def test_requests_to_the_disk_are_those_that_are_predicted(deep, tmp_path, monkeypatch, where, batches):
+    """Of a decode step, caches and hidden states: every part has its own in every layer, however small."""
+    plan = f"flexgen:batches={batches},{PLACES[where]},activations_device=0,activations_host=0,path={tmp_path / 's'}"
+    e, model = built(deep, plan, batch_size=4)
+    made = dict.fromkeys(("disk_read", "disk_write"), 0)
+    calls = {"disk_read": os.preadv, "disk_write": os.pwritev}
+
+    def counted(kind):
+        def call(*args):
+            made[kind] += 1
+            return calls[kind](*args)
+
+        return call
+
+    with torch.inference_mode():
+        cache = make_cache(model, 4, 14)
+        logits = decode(model, prefill(model, torch.randint(258, (4, 8)), cache).argmax(-1), cache)
+        model.cache_of._disk.settle()
+        monkeypatch.setattr(os, "preadv", counted("disk_read"))
+        monkeypatch.setattr(os, "pwritev", counted("disk_write"))
+        for _ in range(4):
+            logits = decode(model, logits.argmax(-1), cache)
+        model.cache_of._disk.settle()
+    e, techniques = resolve(e)
+    want = dict.fromkeys(made, 0.0)
+    for b in rewritten(decode_graph(e), e, techniques).blocks:
+        for op in b.gather_forward:
+            if op.kind in want:
+                want[op.kind] += b.repeat * op.requests
+    # Hidden states also rest between the embedding and the first layer, and what is read ahead may still be under way.
+    assert {k: n / 4 for k, n in made.items()} == pytest.approx({k: n + batches for k, n in want.items()}, abs=1)
 
 
 # ---- the disk's cache ------------------------------------------------------------------------------------------------

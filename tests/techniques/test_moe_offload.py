@@ -18,6 +18,7 @@ from ridgeline.nn.memory.meter import Meter
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import holds_codes
 from ridgeline.predict import predict
+from ridgeline.spec.device import Cluster, Link
 from ridgeline.spec.errors import Incompatible, UserError
 
 DEEP = {**MIXTRAL, "num_layers": 3, "num_experts": 6}
@@ -163,18 +164,31 @@ def predicted(*plan, batch=1, on="rtx4090"):
 
 
 def test_missing_experts_cross_the_host_link():
-    """One token of Mixtral needs 2 of 8 experts per layer; the graph counts those that uneven routing reaches."""
+    """One token of Mixtral needs 2 of 8 experts per layer, each of which is a transfer of its own."""
     link = catalog.device("rtx4090").host_link
     expert = 3 * 4096 * 14336 * 2
-    needed = 8 * (1 - 1 / (1 + 2 / 8))
+    needed, one = 2, expert / (0.8 * link.bandwidth) + link.latency
     none = predicted("moe_offload:experts=4,guess=0,hit_rate=0")
     some = predicted("moe_offload:experts=4,guess=0,hit_rate=0.5")
-    spared = 32 * 0.5 * needed * expert / (0.8 * link.bandwidth)
-    assert none.metrics["tpot_s"].value - some.metrics["tpot_s"].value == pytest.approx(spared, rel=1e-3)
+    assert none.metrics["tpot_s"].value - some.metrics["tpot_s"].value == pytest.approx(32 * 0.5 * needed * one)
     guessed = predicted("moe_offload:experts=4,guess=2,hit_rate=0.5,recall=1")
-    copies = 32 * (0.5 * needed * expert / (0.8 * link.bandwidth) + link.latency)
-    assert guessed.metrics["tpot_s"].value == pytest.approx(copies + 32 * link.latency, rel=1e-2)
+    assert guessed.metrics["tpot_s"].value == pytest.approx(32 * 0.5 * needed * one, rel=1e-2)
     assert some.metrics["tpot_s"].value > guessed.metrics["tpot_s"].value
+
+
+def test_small_experts_wait_for_the_disk_to_begin():
+    """As many requests as experts are missing, each with the disk's latency, guessed or not."""
+    local = catalog.device("rtx4090")
+
+    def tpot(plan, latency):
+        disk = Link(name="disk", bandwidth=1e15, latency=latency)
+        on = Cluster(device=local.model_copy(update={"disk": disk}))
+        return predicted(f"moe_offload:parameters=nvme,{plan}", on=on).metrics["tpot_s"].value
+
+    for plan, missing in (("guess=0,hit_rate=0", 2), ("guess=0,hit_rate=0.9", 0.2),
+                          ("guess=2,hit_rate=0,recall=0.5", 2)):  # fmt: skip
+        slow, fast = tpot(plan, 0.2), tpot(plan, 0.1)
+        assert slow - fast == pytest.approx(32 * missing * 0.1, rel=0.02)
 
 
 def test_kept_experts_take_memory_and_save_time():

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ridgeline.nn import load_checkpoint
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 from ridgeline.train import checkpoint
+from ridgeline.train.async_checkpoints import AsyncCheckpoints
 from ridgeline.train.checkpoint import checkpoints, resume, save
 from ridgeline.train.training_loop import export
 
@@ -299,3 +301,76 @@ def test_an_export_is_where_the_next_run_starts(corpus, tmp_path):
     shutil.rmtree(tmp_path)
     with pytest.raises(UserError):
         make_trainer(experiment(corpus, checkpoint=str(tmp_path)))
+
+
+def later(rank, e, folder, steps, at):
+    """Train, with a checkpoint begun at step ``at`` whose writing the rest of the steps does not wait for."""
+    trainer, losses = make_trainer(e, rank), []
+    saving = AsyncCheckpoints(trainer, folder)
+    held, write = threading.Event(), checkpoint.complete
+    checkpoints_then = []
+
+    def slowly(place, about):
+        held.wait(60)
+        write(place, about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ridgeline.train.async_checkpoints.complete", slowly)
+        for step in range(steps):
+            losses.append(trainer.step().loss)
+            if step + 1 == at:
+                saving.save(losses)
+        checkpoints_then = checkpoints(folder)
+        held.set()
+        saving.wait()
+    saving.close()
+    return losses, checkpoints_then, state(trainer)
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "workload"),
+    [((), 1, {}), (("lora", "rtn"), 1, {}), (("zero:stage=2",), 2, {}), (("zero:stage=3", "lora", "rtn"), 2, {}),
+     (("tensor_parallel:degree=2",), 2, {}), (("zero_offload",), 1, {})],
+)  # fmt: skip
+def test_checkpoints_written_while_training_goes_on(plan, ranks, workload, corpus, tmp_path):
+    """They hold what the state was when they began."""
+    e = experiment(corpus, *plan, ranks=ranks, steps=6, lr=1e-2, **workload)
+    folder = tmp_path / "later"
+    found = later(0, e, folder, 6, 3) if ranks == 1 else world(ranks).run(later, e, folder, 6, 3)[0]
+    losses, meanwhile, straight = found
+    assert meanwhile == []
+    assert [p.name for p in checkpoints(folder)] == ["step-000003"]
+    resumed, after = run(e, folder, 3)
+    assert resumed == losses
+    for name, p in straight.items():
+        assert torch.equal(p, after[name]), name
+
+
+def test_the_next_checkpoint_waits_for_the_last(corpus, tmp_path):
+    trainer, losses = make_trainer(experiment(corpus, steps=4)), []
+    saving = AsyncCheckpoints(trainer, tmp_path)
+    for _ in range(3):
+        losses.append(trainer.step().loss)
+        saving.save(losses)
+    saving.wait()
+    saving.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_an_error_of_the_writer_is_raised_by_the_next(corpus, tmp_path, monkeypatch):
+    trainer = make_trainer(experiment(corpus, steps=4))
+    saving = AsyncCheckpoints(trainer, tmp_path)
+
+    def full(place, about):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ridgeline.train.async_checkpoints.complete", full)
+        saving.save([trainer.step().loss])
+        with pytest.raises(OSError, match="No space left"):
+            saving.wait()
+    assert checkpoints(tmp_path) == []
+    saving.save([1.0, trainer.step().loss])
+    saving.wait()
+    saving.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]

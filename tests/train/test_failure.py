@@ -135,7 +135,8 @@ def test_a_job_is_restarted_so_often_and_no_more(corpus):
 
 
 @pytest.mark.nightly
-def test_random_kills_and_restarts_end_with_the_undisturbed_losses(corpus, tmp_path):
+@pytest.mark.parametrize("async_save", [False, True])
+def test_random_kills_and_restarts_end_with_the_undisturbed_losses(async_save, corpus, tmp_path):
     """Rank 0, rank 1 or all of them, at a random moment of a run that saves every step."""
     e = experiment(corpus, "zero", ranks=2, steps=24)
     straight = run_job(train_job(e, TrainOptions()))["losses"]
@@ -151,7 +152,7 @@ def test_random_kills_and_restarts_end_with_the_undisturbed_losses(corpus, tmp_p
                 process.kill()
 
     out = tmp_path / "out"
-    job = train_job(e, TrainOptions(out=str(out), save_every=1))
+    job = train_job(e, TrainOptions(out=str(out), save_every=1, async_save=async_save))
     result = run_with_restarts(run_job, job, watch, len(plans))
     assert result["restarts"] == len(plans)
     assert result["losses"] == straight

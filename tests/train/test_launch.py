@@ -179,10 +179,10 @@ def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(file, tmp_p
     command = [sys.executable, "-m", "ridgeline", "train", str(file), "workload.steps=1000000", "--out", str(out),
                "--save-every", "10", "--json"]  # fmt: skip
 
-    def interrupted(after: int) -> dict:
+    def interrupted(after: int, *more: str) -> dict:
         # A test run in the background of a shell inherits an ignored SIGINT; a user's terminal does not ignore it.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         signal.signal(signal.SIGINT, before)
         deadline = time.monotonic() + 300
         try:
@@ -203,7 +203,8 @@ def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(file, tmp_p
     assert first["stopped"]
     assert [p.name for p in out.iterdir()] == [Path(first["checkpoint"]).name]
     assert len(first["losses"]) == first["step"]
-    second = interrupted(first["step"])
+    second = interrupted(first["step"], "--async-save")
+    assert [p.name for p in out.iterdir()] == [Path(second["checkpoint"]).name]
     assert second["step"] > first["step"]
     assert second["losses"][: first["step"]] == first["losses"]
 

@@ -55,6 +55,9 @@ def finetune(
     adapter: Annotated[Path | None, typer.Option(help="Continue from this adapter (a PEFT directory).")] = None,
     merged: Annotated[bool, typer.Option(help="Write the whole model with the adapter merged.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0 to disable.")] = 0,
+    async_save: Annotated[
+        bool, typer.Option(help="Write checkpoints while training goes on; each rank's host memory holds its part.")
+    ] = False,
     resume: Annotated[bool, typer.Option(help="Resume where the same command was stopped.")] = True,
     tokenizer: Annotated[str | None, typer.Option(help="Path to a tokenizer.json, if the checkpoint has none.")] = None,
     dtype: Annotated[str, typer.Option(help="Storage dtype of the weights: auto, fp32, bf16.")] = "auto",
@@ -67,6 +70,7 @@ def finetune(
     from ridgeline import catalog, experiments
     from ridgeline.jobs.job import TrainOptions
     from ridgeline.measure.ablate import require_local
+    from ridgeline.techniques.registry import techniques_of
 
     catalog.allow_unprobed()
     _require_paths(checkpoint, tokenizer, out)
@@ -86,13 +90,16 @@ def finetune(
     require_local(e)
     options = TrainOptions(
         out=str(out / "checkpoints"), export=str(out), adapter=adapts and not merged,
-        adapter_from=str(adapter) if adapter else None, save_every=save_every, resume=resume,
+        adapter_from=str(adapter) if adapter else None, save_every=save_every, async_save=async_save, resume=resume,
         eval_every=max(1, steps // 10) if eval_every is None else eval_every,
         device_memory=number_of_bytes("--device-memory", device_memory),
     )  # fmt: skip
     result = run_training(e, options, f"fine-tuning {checkpoint.name}")
     _print(result, out, json)
-    if not result["stopped"]:
+    uses = next(filter(None, (t.used_by(source, str(out)) for t in techniques_of(e.plan))), ())
+    if not result["stopped"] and uses:
+        next_command(*uses)
+    elif not result["stopped"]:
         whole = ["generate", out, "--prompt", "TEXT"] if e.model.is_encoder_decoder else ["serve", out]
         next_command(*(["merge", checkpoint, out, "--out", f"{out}-merged"] if options.adapter else whole))
     if result["stopped"]:

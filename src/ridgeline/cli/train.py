@@ -41,6 +41,9 @@ def train(
     procs: Annotated[int | None, typer.Option(help="Number of processes on this machine.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for checkpoints and the exported model.")] = None,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints (with --out).")] = 0,
+    async_save: Annotated[
+        bool, typer.Option(help="Write checkpoints while training goes on; each rank's host memory holds its part.")
+    ] = False,
     resume: Annotated[bool, typer.Option(help="Resume from the newest checkpoint in --out.")] = True,
     export: Annotated[bool, typer.Option(help="Write a Hugging Face checkpoint at the end (with --out).")] = True,
     device_memory: Annotated[str | None, typer.Option(help="Memory limit per device: 600MB, 1.5GiB, …")] = None,
@@ -78,7 +81,7 @@ def train(
     start, default = launcher_of(launcher)
     require_local(e, launched() or launcher != "local", backend)
     options = TrainOptions(
-        out=str(out) if out else None, save_every=save_every, resume=resume,
+        out=str(out) if out else None, save_every=save_every, async_save=async_save, resume=resume,
         export=str(out / "model") if out and export else None, timeout=timeout, backend=backend,
         device_memory=number_of_bytes("--device-memory", device_memory),
     )  # fmt: skip

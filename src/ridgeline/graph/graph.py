@@ -50,6 +50,8 @@ class Op:
     """The parameter whose gradient this operator computes (weight-gradient GEMMs), or by which it multiplies."""
     link_bytes: float = 0.0
     """Payload of a collective or copy: bytes of the full buffer on one rank."""
+    requests: float = 1
+    """Number of transfers that a copy is made in, one after the other (expected number); each has the latency."""
     ranks: int = 1
     """Number of ranks in a collective."""
     axis: str = ""

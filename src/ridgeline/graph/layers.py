@@ -13,14 +13,15 @@ from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.model import ModelSpec
 
 
-def distinct_experts(experts: int, rows: int) -> float:
-    """Expected number of experts that ``rows`` routed rows reach when their popularity is uneven.
+def distinct_experts(experts: int, tokens: float, chosen: int) -> float:
+    """Expected number of experts that ``tokens`` reach which choose ``chosen`` different ones each, when popularity is
+    uneven.
 
-    Popularities are assumed to be exponentially distributed, which gives e · (1 - 1 / (1 + r/e)) of e experts: small
-    batches rarely reach one twice, medium ones reach a fifth fewer than under even routing (as measured decoding times
-    show).
+    The probabilities of being chosen by a token are assumed to follow Beta(1, e/k - 1), of mean k/e, so that
+    e·n / (e/k - 1 + n) of e experts are reached: all k by one token; a fifth fewer than under even routing, which
+    reaches e · (1 - (1 - k/e)^n), by medium batches (as measured decoding times show).
     """
-    return experts * (1 - 1 / (1 + rows / experts))
+    return experts * tokens / (experts / chosen - 1 + tokens)
 
 
 @dataclass(slots=True)
@@ -80,7 +81,8 @@ class Builder:
             if bias:
                 self.param(f"{name}.bias", (n,))
         flops = 2.0 * m * n * k
-        touched = distinct_experts(experts, m) if experts > 1 else 1.0
+        chosen = self.spec.experts_per_token
+        touched = distinct_experts(experts, m / chosen, chosen) if experts > 1 else 1.0
         traffic = (m * k + m * n + n * k * touched) * self.width
 
         def product(suffix: str, direction: Direction, shape: tuple[int, int, int], role: Role = "") -> Op:

@@ -32,6 +32,8 @@ class TrainOptions(JobOptions):
     """Directory of checkpoints; None: none are kept."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, but for the last one."""
     resume: bool = False
     """Continue from the newest checkpoint in ``out``."""
     export: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
 
@@ -11,6 +11,7 @@ import torch
 from ridgeline.nn.memory.block_store import BlockStore
 from ridgeline.nn.memory.kv_pool import BatchLayout
 from ridgeline.nn.memory.pass_memory import Forward
+from ridgeline.nn.model.draft_head import DraftHead
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.runtime.build import Build
 from ridgeline.runtime.mesh import Mesh
@@ -27,6 +28,12 @@ class Drafts:
     """Longest n-gram that is looked up in the text so far."""
     model: Transformer | None = None
     """A smaller draft model."""
+    head: DraftHead | None = None
+    """A head that was trained for the model."""
+    branches: int = 1
+    """Tokens that a head proposes behind each; 1: a chain."""
+    nodes: int = 0
+    """Most tokens of a tree."""
 
 
 @dataclass
@@ -56,6 +63,6 @@ class ServeBuild(Scheduling, Build):
     """Prompts with fewer tokens are sent at once, longer ones layer by layer."""
     per_task: bool = False
     """Whether the batching function needs the costs of adapters."""
-    block_store: Callable[[Iterable[torch.Tensor], int], BlockStore] | None = None
-    """Makes a store for the cache blocks that the pool drops, from the pool's tensors and the size of a block; None:
-    their contents are lost."""
+    block_store: Callable[[Sequence[Sequence[torch.Tensor]], int], BlockStore] | None = None
+    """Makes a store for the cache blocks that the pool drops, from each layer's tensors of the pool and the size of a
+    block; None: their contents are lost."""

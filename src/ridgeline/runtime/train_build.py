@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -62,6 +63,11 @@ class BatchSource(Protocol):
         """A batch that is never trained on; None if the corpus is too small."""
 
 
+Objective = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+"""Sum over labeled tokens of what is minimized, from what the head reads [batch, seq, hidden], token ids, labels,
+positions and documents, as in :class:`Micro`."""
+
+
 class LossModel(nn.Module):
     """The model (or consecutive layers of it) with its loss, so that one forward call contains everything a wrapper
     must see."""
@@ -71,6 +77,8 @@ class LossModel(nn.Module):
         self.model = model
         self.loss = loss
         """Sum of token losses from (hidden, head, labels), as :func:`ridgeline.nn.model.loss.token_loss`."""
+        self.objective: Objective | None = None
+        """What is minimized in place of the loss of the next tokens."""
         self.positions: Tensor | None = None
         """Positions of the tokens, where the caller cannot pass them (pipeline stages)."""
         self.autocast: torch.dtype | None = None
@@ -94,6 +102,8 @@ class LossModel(nn.Module):
         with low:
             read = {} if source is None else {"source": source, "source_mask": source_mask}
             hidden: Tensor = self.model(x, places, documents=documents, return_hidden=True, **read)
+            if self.objective is not None:
+                return self.objective(hidden, x, labels, places, documents)
             if self.model.head is None:
                 return hidden.contiguous()  # it will be sent
             assert labels is not None
@@ -211,6 +221,9 @@ class Hooks:
     they are overwritten."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
     """Run in order after the optimizer's step (e.g. to distribute new weights)."""
+    write: Callable[[dict[str, Tensor], Path], None] | None = None
+    """Writes what was trained to a folder, from the model's whole state, where that is neither a model nor an
+    adapter."""
 
 
 @dataclass

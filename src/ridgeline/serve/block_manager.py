@@ -18,7 +18,7 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
-from ridgeline.nn.memory.block_store import BlockStore
+from ridgeline.nn.memory.block_store import BlockStore, Restoring
 from ridgeline.serve.sequence import Sequence
 
 Copy = tuple[int, int]
@@ -42,6 +42,8 @@ class Blocks:
         self.claim = np.full(count, -1, dtype=np.int64)
         self.store: BlockStore | None = None
         """Where the contents of evicted blocks are kept."""
+        self.coming: dict[int, bytes] = {}
+        """Blocks, with their keys, whose contents the store brings when the next step begins (:meth:`restore`)."""
 
     @property
     def free(self) -> int:
@@ -81,19 +83,34 @@ class Blocks:
         return seq.n_computed
 
     def _restore(self, seq: Sequence, keys: List[bytes], store: BlockStore) -> None:
-        """Restore the following blocks that were evicted to the store."""
+        """Take blocks for the following keys that the store has; :meth:`restore` brings their contents."""
         keys = keys[: min(store.known(keys), self.free)]
         blocks: list[int] = []
         for _ in keys:
             last = blocks[-1] if blocks else seq.blocks[-1] if seq.blocks else -1
             blocks.append(self._take(seq, last))
-        found = store.load(keys, blocks)
+        found = store.known(keys)  # those that were evicted for them may have taken their place
         for block in blocks[found:]:
             self.refs[block] = 0
             self._empty(block)
         for key, block in zip(keys, blocks[:found], strict=False):
-            self.key[block], self.by_key[key] = key, block
+            self.key[block], self.by_key[key], self.coming[block] = key, block, key
             seq.blocks.append(block)
+
+    def restore(self) -> Restoring | None:
+        """Begin to restore what the sequences of the next step took from the store; None if that is nothing."""
+        for block in [b for b in self.coming if not self.refs[b]]:  # taken by one that did not join after all
+            del self.cached[block]
+            self._empty(block)
+        if self.store is None or not self.coming:
+            return None
+        coming, self.coming = self.coming, {}
+        return self.store.restore(coming.values(), coming.keys())
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Let nobody find held blocks any more: their contents are not what they were taken for."""
+        for block in blocks:
+            self._forget(block)
 
     def commit(self, seq: Sequence) -> None:
         """Offer the blocks that became full of computed tokens for sharing."""
@@ -194,7 +211,7 @@ class Blocks:
         if self.store is not None:
             for block in self.cached if self.store.persistent else ():
                 key = self.key[block]
-                if key is not None:
+                if key is not None and block not in self.coming:
                     self.store.save(key, block)
             self.store.close()
 
@@ -227,7 +244,7 @@ class Blocks:
     def _evict(self) -> int:
         block, _ = self.cached.popitem(last=False)
         key = self.key[block]
-        if self.store is not None and key is not None:
+        if self.store is not None and key is not None and block not in self.coming:
             self.store.save(key, block)
         self._forget(block)
         return block
@@ -237,6 +254,7 @@ class Blocks:
         if key is not None:
             del self.by_key[key]
             self.key[block] = None
+        self.coming.pop(block, None)
 
     def _empty(self, block: int) -> None:
         self._forget(block)
@@ -259,6 +277,7 @@ class Blocks:
         assert all(not self.refs[b] and self.key[b] is not None and not self.blank[b] for b in self.cached)
         assert all(self.key[b] == k for k, b in self.by_key.items())
         assert sum(k is not None for k in self.key) == len(self.by_key)
+        assert all(self.key[b] == k for b, k in self.coming.items())
 
 
 def _largest(mask: np.ndarray) -> tuple[int, int]:

@@ -27,8 +27,10 @@ from ridgeline.serve import ranks
 from ridgeline.serve.adapter_table import AdapterTable
 from ridgeline.serve.batching import measure_costs, measure_task
 from ridgeline.serve.block_manager import Blocks
+from ridgeline.serve.draft_tree import Draft
 from ridgeline.serve.drafting import Drafting, ModelDrafter, NGrams
 from ridgeline.serve.engine import Engine
+from ridgeline.serve.head_drafter import HeadDrafter
 from ridgeline.serve.ranks import RankedRunner
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
@@ -69,8 +71,6 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         blocks, longest = run.pool(e.model, w, each, _free(run), "gpu" if run.device.type == "cuda" else "cpu")
     runner = _runner(run, blocks)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
-    if run.block_store is not None:
-        table.store = run.block_store(runner.pool(), run.block_size)
     engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
     if run.adapters:
         engine.adapters = AdapterTable(run.model, table, each, longest)
@@ -80,7 +80,9 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         engine.fingerprint = partial(fingerprint, runner, w.checkpoint, lossy)
         engine.exports, engine.imports = Exports(engine, run.whole_below), Imports(engine)
     if run.drafts is not None:
-        engine.drafter = _drafting(run, run.drafts, longest)
+        engine.drafter = _drafting(run, run.drafts, longest, engine)
+    if run.block_store is not None:  # with what drafts keep in the pool
+        table.store = run.block_store(runner.pool(), run.block_size)
     if run.cut is not None:
         measure = partial(measure_costs, runner, table, run.limits, longest)
         shared = measure()
@@ -203,14 +205,19 @@ def _free(run: ServeBuild) -> float:
     return min(free, limit)
 
 
-def _drafting(run: ServeBuild, drafts: Drafts, longest: int) -> Drafting:
+def _drafting(run: ServeBuild, drafts: Drafts, longest: int, engine: Engine) -> Drafting:
+    if drafts.head is not None:
+        runner, table = engine.runner, engine.blocks
+        drafter = HeadDrafter(drafts.head, runner, table, table.count * table.size, longest, drafts.branches,
+                              drafts.nodes, run.limits.max_num_batched_tokens)  # fmt: skip
+        return Drafting(drafter, drafts.tokens)
     if drafts.model is not None:
         longest = min(longest, drafts.model.spec.max_positions)
         blocks = DRAFTED * -(-longest // run.block_size)
         return Drafting(ModelDrafter(drafts.model, blocks, run.block_size, longest), drafts.tokens)
 
-    def propose(seqs: Sequence[Row], most: list[int]) -> list[list[int]]:
-        return [_looked_up(s, drafts.ngram, n) for s, n in zip(seqs, most, strict=True)]
+    def propose(seqs: Sequence[Row], most: list[int]) -> list[Draft]:
+        return [Draft(_looked_up(s, drafts.ngram, n)) for s, n in zip(seqs, most, strict=True)]
 
     return Drafting(propose, drafts.tokens)
 

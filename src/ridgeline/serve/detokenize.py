@@ -63,6 +63,10 @@ class Vocabulary:
         # Of a batch of one: unlike ``Tokenizer.encode`` it lets other threads run meanwhile.
         return list(self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """The characters (first, end) that each token of :meth:`encode` stands for; none of a special one."""
+        return list(self.tokenizer.encode_batch([text])[0].offsets)
+
     def pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
         """Token ids of two texts as one prompt, and the kind of each; no more than ``most`` of them, cut from the end
         of the longer text, or of both (Hugging Face's ``longest_first``)."""

@@ -14,6 +14,7 @@ import torch
 
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.serve.block_manager import Blocks
+from ridgeline.serve.draft_tree import Draft
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sequence import Sequence as Row
 
@@ -40,8 +41,9 @@ class Drafting:
     some steps, and the one that made more tokens a second is kept for a while; off, nothing of it runs.
     """
 
-    def __init__(self, propose: Callable[[Sequence[Row], list[int]], list[list[int]]], most: int) -> None:
-        """``propose``: likely next tokens for each sequence, up to its limit; ``most``: maximum tokens of one draft."""
+    def __init__(self, propose: Callable[[Sequence[Row], list[int]], list[Draft]], most: int) -> None:
+        """``propose``: likely next tokens for each sequence, up to its limit; ``most``: maximum tokens of one draft, in
+        a tree of one path."""
         self.propose, self.most = propose, most
         self.trials: dict[int, Trial] = {}
 
@@ -100,7 +102,7 @@ class ModelDrafter:
         """For each sequence what this model has read and guessed of it, with its cache."""
 
     @torch.inference_mode()
-    def __call__(self, seqs: Sequence[Row], most: list[int]) -> list[list[int]]:
+    def __call__(self, seqs: Sequence[Row], most: list[int]) -> list[Draft]:
         """Drafts of at most ``most`` tokens for each sequence, all in the same passes."""
         self._forget(seqs)
         mirrors = {s: self._mirror(s) for s, n in zip(seqs, most, strict=True) if n > 0}
@@ -115,7 +117,7 @@ class ModelDrafter:
             for (_, m), token in zip(active, self.runner.logits(hidden[ends]).argmax(1).tolist(), strict=True):
                 m.n_computed = len(m.tokens)
                 m.tokens.append(token)
-        return [mirrors[s].tokens[len(s.tokens) :] if s in mirrors else [] for s in seqs]
+        return [Draft(mirrors[s].tokens[len(s.tokens) :] if s in mirrors else []) for s in seqs]
 
     def _mirror(self, seq: Row) -> Row:
         """The mirror of a sequence, brought to what is known of it; its cache is valid as far as both agree."""

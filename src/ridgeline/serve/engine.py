@@ -7,6 +7,7 @@ computed choose the next one. Everything that ends, forks or fails does so betwe
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from ridgeline.serve.transfer.exports import Exports
 from ridgeline.serve.transfer.imports import Imports
 from ridgeline.spec.scheduling import Limits
 
+log = logging.getLogger("ridgeline.serve")
+
 LOGITS = 1 << 24
 """Largest number of logits at a time: sampling takes a few times their 64 MB, and a request may have many outputs."""
 
@@ -50,7 +53,7 @@ class Engine:
         self.rows_at_once = max(1, LOGITS // self.spec.vocab_size)
         self.scheduler = Scheduler(blocks, limits, max_model_len, whole=not self.spec.causal)
         self.outputs = Outputs(self.scheduler)
-        self.next_tokens = NextTokens(runner, sampler, self.scheduler, self.outputs)
+        self.next_tokens = NextTokens(runner, sampler, self.scheduler, self.outputs, self.rows_at_once)
         self.adapters: AdapterTable | None = None
         self.role = ""
         """What a fleet's router prefers to use it for."""
@@ -187,7 +190,9 @@ class Engine:
             self.ahead.step(batch) if ahead else self.ahead.settle(batch)
         if batch.tokens and not ahead:
             decoding = all(s.generated and n == 1 + len(s.draft) for s, n in batch.tokens.items())
+            self.runner.restoring = self.blocks.restore()
             self._compute(batch)
+            self.runner.restoring = None
             if self.drafter is not None and decoding:
                 tokens, seconds = self.outputs.generated - before, time.perf_counter() - start
                 self.drafter.observe(len(batch.tokens), self._drafted > drafted, tokens, seconds)
@@ -205,8 +210,8 @@ class Engine:
         able = [s for s in running if s.total - s.n_computed == 1 and draftable(s)]
         room = [min(most, s.group.request.sampling.max_tokens - s.generated - 1) for s in able]
         for seq, draft in zip(able, self.drafter.propose(able, room), strict=True):
-            seq.draft = draft
-            self._drafted += len(draft)
+            seq.draft, seq.parents = draft
+            self._drafted += len(seq.draft)
 
     def order(self, step: StepBatch) -> list[tuple[Sequence, int]]:
         """A batch in the order of its rows: those of one adapter are neighbors."""
@@ -225,7 +230,8 @@ class Engine:
         try:
             if self.adapters is not None:
                 self.adapters.activate(batch, self.runner.rows(batch))
-            if self.exports is not None:
+            if self.exports is not None:  # what is sent has to be right
+                batch = self._restored(batch)
                 self.exports.begin_pass(batch)
             hidden = self.runner.run(batch, step.copies)
             if self.exports is not None:
@@ -237,12 +243,15 @@ class Engine:
                 self.outputs.fail(batch[0][0], f"{type(e).__name__}: {e}")
                 return
             for i, (seq, n) in enumerate(batch):
-                if seq.finish is None:
+                if seq.finish is None and seq in self.scheduler.running:
                     self._compute(StepBatch({seq: n}, step.copies if i == 0 else []))
             return
-        row = 0
+        row, whole = 0, dict(self._restored(batch))
         ready: list[tuple[Sequence, int]] = []  # with the row of ``hidden`` that its next token follows from
         for seq, n in batch:
+            if seq not in whole:
+                row += n
+                continue
             self.count(seq, n)
             pool(seq, hidden[row : row + n], self.runner)
             prompt_logprobs(seq, hidden[row : row + n], self.runner, self.sampler, self.rows_at_once)
@@ -258,6 +267,19 @@ class Engine:
         for at in range(0, len(several), self.rows_at_once):
             some = [s for s in several[at : at + self.rows_at_once] if s[0].finish is None]
             self.next_tokens.choose(some, hidden)
+
+    def _restored(self, batch: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Wait for what this step restores → the sequences of ``batch`` that have all of it; others join again, and
+        compute what is missing."""
+        lost = self.runner.restoring.finish() if self.runner.restoring is not None else set()
+        held = [seq for seq in self.scheduler.running if not lost.isdisjoint(seq.blocks)] if lost else []
+        if held:
+            self.blocks.forget(lost)
+            for seq in held:
+                self.scheduler.compute_again(seq)
+            log.warning("%d stored blocks of the cache are gone or damaged: what %d sequences had in them is computed"
+                        " again", len(lost), len(held))  # fmt: skip
+        return [(seq, n) for seq, n in batch if seq not in held]
 
     def release(self) -> None:
         """Close the engine, and free its weights and its pool; it can say no more than its limits from then on. Raises
@@ -299,6 +321,6 @@ class Engine:
         queued = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.arriving]
         assert len(queued) == len(set(queued)), "a sequence is in two places"
         assert set(queued) == set(alive), "a sequence is lost, or runs without a request"
-        assert all(s.n_computed <= len(s.tokens) and not s.draft for s in alive)
+        assert all(s.n_computed <= len(s.tokens) and not s.draft and not s.parents for s in alive)
         assert not any(s.blocks for s in self.scheduler.waiting), "a waiting sequence holds blocks"
         self.blocks.check(alive)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.serve.beam import BeamSearch
+from ridgeline.serve.draft_tree import child, moves
 from ridgeline.serve.outputs import Outputs
 from ridgeline.serve.request import TokenLogprob
 from ridgeline.serve.runner import Runner
@@ -18,10 +19,28 @@ from ridgeline.serve.sequence import Sequence
 NO_LOGITS = "the model's logits are not finite"
 
 
+class _Behind:
+    """Logits of drafted tokens, where they are computed with those of the tokens before."""
+
+    def __init__(self, places: dict[int, int], logits: Tensor) -> None:
+        """``places``: of rows of a step in ``logits`` [rows, V]."""
+        self.places, self.logits = places, logits
+
+    def get(self, rows: list[int]) -> Tensor | None:
+        """Those of some rows, to be changed; None if they are not known."""
+        if not self.places:
+            return None
+        return self.logits[put([self.places[row] for row in rows], torch.int64, self.logits.device)]
+
+
 class NextTokens:
     """Chooses tokens for sequences, appends them, and finds which outputs have ended by that."""
 
-    def __init__(self, runner: Runner, sampler: Sampler, scheduler: Scheduler, outputs: Outputs) -> None:
+    def __init__(
+        self, runner: Runner, sampler: Sampler, scheduler: Scheduler, outputs: Outputs, rows_at_once: int
+    ) -> None:
+        """``rows_at_once``: the most rows of logits."""
+        self.rows_at_once = rows_at_once
         self.runner, self.sampler, self.scheduler, self.outputs = runner, sampler, scheduler, outputs
         self.blocks = scheduler.blocks
         self.beams = BeamSearch(sampler, scheduler, outputs)
@@ -47,7 +66,13 @@ class NextTokens:
         """Choose the next tokens of sequences, each with its row of ``hidden``; forks share one."""
         if not ready:
             return
-        device, logits = hidden.device, self.logits([row for _, row in ready], hidden)
+        device = hidden.device
+        drafted = [row + i for seq, row in ready for i in range(1, len(seq.draft) + 1)]
+        if len(ready) + len(drafted) > self.rows_at_once:
+            drafted = []
+        logits = self.logits([*(row for _, row in ready), *drafted], hidden)
+        behind = _Behind({row: i for i, row in enumerate(drafted)}, logits[len(ready) :])
+        logits = logits[: len(ready)]
         # A GPU's sampler looks at its rows itself, so that the host waits once.
         checked = [i for i, (seq, _) in enumerate(ready) if device.type == "cpu" or seq.group.beams is not None]
         if checked:
@@ -60,7 +85,7 @@ class NextTokens:
         beams = [i for i in keep if ready[i][0].group.beams is not None]
         if sampling:
             mine = logits if len(sampling) == len(ready) else logits[put(sampling, torch.int64, device)]
-            self._sample([ready[i] for i in sampling], mine, hidden)
+            self._sample([ready[i] for i in sampling], mine, hidden, behind)
         if beams:
             self.beams.extend([ready[i][0] for i in beams], logits[put(beams, torch.int64, device)])
 
@@ -84,42 +109,60 @@ class NextTokens:
         if seq.finish is not None:
             self.outputs.end(seq)
 
-    def _sample(self, expanded: list[tuple[Sequence, int]], logits: Tensor, hidden: Tensor) -> None:
+    def _sample(self, expanded: list[tuple[Sequence, int]], logits: Tensor, hidden: Tensor, behind: _Behind) -> None:
         """Next tokens; where drafts agree with the sampled ones, also those after them."""
-        agreed = {seq: 0 for seq, _ in expanded}
-        drafts = {seq: seq.draft for seq, _ in expanded}
-        active = expanded
+        kept: dict[Sequence, list[int]] = {seq: [] for seq, _ in expanded}
+        active, first = expanded, dict(expanded)
         while active:
             seqs = [seq for seq, _ in active]
-            wanted = [i for i, s in enumerate(seqs) if _wants_logprobs(s)]
+            told = [i for i, s in enumerate(seqs) if _wants_logprobs(s)]
             # The sampler changes its rows.
-            raw = logits[put(wanted, torch.int64, logits.device)] if wanted else None
+            raw = logits[put(told, torch.int64, logits.device)] if told else None
             tokens = self._tokens(logits, active, hidden)
-            logprobs = {} if raw is None else self._logprobs(raw, seqs, tokens, wanted)
+            logprobs = {} if raw is None else self._logprobs(raw, seqs, tokens, told)
             further: list[tuple[Sequence, int]] = []
             for i, ((seq, row), token) in enumerate(zip(active, tokens, strict=True)):
                 if token < 0 or seq.finish is not None:
                     continue
-                draft = drafts[seq]
-                done = agreed[seq]
                 ended = self.append(seq, token, logprobs.get(i))
-                if not ended and done < len(draft) and draft[done] == token:
-                    agreed[seq] = done + 1
-                    further.append((seq, row + 1))
+                if ended or not seq.draft:
+                    continue
+                node = child(seq.draft, seq.parents, row - first[seq] - 1, token)
+                if node >= 0:
+                    kept[seq].append(node)
+                    further.append((seq, first[seq] + 1 + node))
             active = further
             if active:
-                logits = self.runner.logits(hidden[put([row for _, row in active], torch.int64, hidden.device)])
+                wanted = [row for _, row in active]
+                known = behind.get(wanted)
+                logits = self.logits(wanted, hidden) if known is None else known
+        self._settle(kept)
         for seq, _ in expanded:
             if seq.finish == "error":
                 continue
-            self.accepted += agreed[seq]
-            # Of what was computed, only what agrees with the tokens is valid; the rest is overwritten.
-            seq.n_computed -= len(drafts[seq]) - agreed[seq]
-            seq.draft = []
             self.blocks.commit(seq)
             self.outputs.emit(seq)
             if seq.finish is not None:
                 self.outputs.end(seq)
+
+    def _settle(self, kept: dict[Sequence, list[int]]) -> None:
+        """Of what was computed, only what agrees with the tokens is valid: the ``kept`` nodes of drafts go where their
+        tokens belong, and what is behind them is overwritten."""
+        source: list[int] = []
+        target: list[int] = []
+        size = self.blocks.size
+        for seq, nodes in kept.items():
+            if seq.finish == "error":
+                continue
+            self.accepted += len(nodes)
+            start = seq.n_computed - 1 - len(seq.draft)
+            for place, own in moves(start, nodes):
+                source.append(seq.blocks[place // size] * size + place % size)
+                target.append(seq.blocks[own // size] * size + own % size)
+            seq.n_computed = start + 1 + len(nodes)
+            seq.drop_draft()
+        if source:
+            self.runner.move(source, target)
 
     def _logprobs(
         self, raw: Tensor, seqs: list[Sequence], tokens: list[int], wanted: list[int]

@@ -72,8 +72,18 @@ class Encoded(Given):
     """False: leave embeddings as long as they are."""
 
 
+class ChunkSize(Body):
+    """How a text that is read as a whole is divided."""
+
+    chunk_size: Annotated[int, Field(ge=1, lt=2**63)]
+    """Tokens of a chunk."""
+
+
 class EmbeddingRequest(Encoded):
     """``POST /v1/embeddings``."""
+
+    late_chunking_params: ChunkSize | None = None
+    """A vector for each chunk of a text, instead of one."""
 
 
 class Classification(Given):

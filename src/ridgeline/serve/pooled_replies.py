@@ -24,8 +24,12 @@ Vectors = Sequence[Any]
 
 
 def embeddings(prepared: PreparedRequest, found: Vectors, body: EmbeddingRequest) -> Response:
-    """The answer of ``/v1/embeddings``: vectors of length 1, as numbers, base64 or bytes."""
-    vectors = [_cut(v, body) for v in found]
+    """The answer of ``/v1/embeddings``: vectors of length 1, as numbers, base64 or bytes; one of each input, or of each
+    of its chunks."""
+    if not prepared.chunks:
+        return _encoded(prepared, [_cut(v, body) for v in found], body, ("embedding", "embedding"))
+    pooled = (chunks.pooled(v) for chunks, v in zip(prepared.chunks, found, strict=True))
+    vectors = [[_cut(v, body) for v in one] for one in pooled]
     return _encoded(prepared, vectors, body, ("embedding", "embedding"))
 
 
@@ -105,18 +109,24 @@ def _encoded(prepared: PreparedRequest, vectors: Vectors, body: Encoded, names: 
         written: list[Any] = list(vectors)
         if form == "base64":
             written = [base64.b64encode(_bytes(v, body)).decode() for v in vectors]
-        return Json(_listed(prepared, [{"index": i, "object": kind, field: v} for i, v in enumerate(written)]))
+        data = [{"index": i, "object": kind, field: v, **_chunked(prepared, i)} for i, v in enumerate(written)]
+        return Json(_listed(prepared, data))
     parts = [_bytes(v, body) for v in vectors]
     if form == "bytes_only":
         return Response(b"".join(parts), media_type="application/octet-stream")
     ends = list(accumulate(map(len, parts)))
     items = [
         {"index": i, "embed_dtype": body.embed_dtype, "endianness": body.endianness, "start": end - len(part),
-         "end": end, "shape": _shape(vectors[i])}
+         "end": end, "shape": _shape(vectors[i]), **_chunked(prepared, i)}
         for i, (part, end) in enumerate(zip(parts, ends, strict=True))
     ]  # fmt: skip
     about = json.dumps(_listed(prepared, items), separators=(",", ":"))
     return Response(b"".join(parts), media_type="application/octet-stream", headers={"metadata": about})
+
+
+def _chunked(prepared: PreparedRequest, i: int) -> dict[str, Any]:
+    """What an entry says of its input's chunks, where it has any."""
+    return {"late_chunking": prepared.chunks[i].described()} if prepared.chunks else {}
 
 
 def _shape(vector: Vector) -> list[int]:

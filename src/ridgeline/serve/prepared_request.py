@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.serve.detokenize import ServeJob
 from ridgeline.serve.harmony import ChannelCount
+from ridgeline.serve.late_chunking import Chunks
 from ridgeline.serve.reasoning import ReasoningCount
 from ridgeline.serve.tool_calls import Reader
 
@@ -39,6 +40,8 @@ class PreparedRequest:
     """Whether tokens are reported by their ids."""
     named_by_id: bool = False
     """Whether log-probabilities are."""
+    chunks: list[Chunks] = field(default_factory=list)
+    """Of each input whose vectors are pooled in chunks."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def reasoning_count(self) -> ReasoningCount | ChannelCount:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ridgeline.serve.detokenize import ServeJob
 from ridgeline.serve.fields import prompts_of
+from ridgeline.serve.late_chunking import Chunks
 from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, Given, PoolingRequest, Read
 from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.request import EngineRequest, Invalid
@@ -37,7 +38,29 @@ class Reading:
     def embedding(self, body: EmbeddingRequest, key: bytes) -> PreparedRequest:
         """The jobs of embeddings. Raises :class:`Invalid`."""
         self._cuttable(body.dimensions)
-        return self._read("embd", body, self._inputs(body), key, False, body.cache_salt)
+        prompts, chunks = self._inputs(body), []
+        if body.late_chunking_params is not None:
+            self._bounded(prompts, self.service.loop.engine.spec.hidden_size)
+            chunks = self._chunks(body, body.late_chunking_params.chunk_size)
+        prepared = self._read("embd", body, prompts, key, False, body.cache_salt, bool(chunks))
+        return replace(prepared, chunks=chunks)
+
+    def _chunks(self, body: EmbeddingRequest, size: int) -> list[Chunks]:
+        """The chunks of each input. Raises :class:`Invalid` where they are not texts that are read as they are."""
+        texts = [] if body.input is None else prompts_of(body.input, "input")
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise Invalid("late_chunking_params", "is for texts, none of them empty", "give texts as input")
+        for name, plain in (("truncate_prompt_tokens", None), ("padding", "do_not_pad"), ("add_special_tokens", True)):
+            if getattr(body, name) not in (None, plain):
+                raise Invalid(name, "changes a text that is divided into chunks", "leave it out")
+        return [Chunks(size, self.service.vocabulary.offsets(text)) for text in texts]
+
+    def _bounded(self, prompts: Sequence[Prompt], width: int) -> None:
+        """Raise :class:`Invalid` where ``width`` numbers for each token are too many."""
+        numbers = sum(len(p.tokens) for p in prompts) * width
+        if numbers > MOST_NUMBERS:
+            fix = "ask in several requests" if len(prompts) > 1 else "send a shorter input"
+            raise Invalid("input", f"makes {numbers} numbers, of {MOST_NUMBERS} at most", fix)
 
     def classification(self, body: Classification, key: bytes) -> PreparedRequest:
         """The jobs of classifications. Raises :class:`Invalid`."""
@@ -52,9 +75,8 @@ class Reading:
         self._cuttable(body.dimensions)
         each = body.task is not None and body.task.startswith("token_")
         prompts, spec = self._inputs(body), self.service.loop.engine.spec
-        numbers = sum(len(p.tokens) for p in prompts) * (spec.num_labels if classify else spec.hidden_size)
-        if each and numbers > MOST_NUMBERS:
-            raise Invalid("input", f"makes {numbers} numbers, of {MOST_NUMBERS} at most", "ask in several requests")
+        if each:
+            self._bounded(prompts, spec.num_labels if classify else body.dimensions or spec.hidden_size)
         return self._read("pooling", body, prompts, key, classify, body.cache_salt, each)
 
     def scored(self, body: ScoreRequest | RerankRequest, key: bytes) -> PreparedRequest:

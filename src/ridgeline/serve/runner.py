@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.kernels.dispatch import has_triton
+from ridgeline.nn.memory.block_store import Restoring
 from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
 from ridgeline.nn.memory.decoder import Decoder, Pool
 from ridgeline.nn.memory.kv_pool import (
@@ -30,6 +32,7 @@ from ridgeline.nn.model.attention import LayerCache, Mask, temperature
 from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.serve.block_manager import Copy, runs
+from ridgeline.serve.draft_tree import tree_paths
 from ridgeline.serve.sequence import Sequence
 from ridgeline.serve.step_graphs import StepGraphs
 from ridgeline.spec.scheduling import WIDEST_HEAD
@@ -140,8 +143,14 @@ class Runner:
                 from ridgeline.nn.kernels.paged_store import store_tokens
 
                 self.layout.write = store_tokens
+        self.beside: list[PagedCache] = []
+        """What else is kept of a token in the slots of the pool's blocks."""
+        self.after_pass: Callable[[PackedStep, Tensor], None] | None = None
+        """Called with a step and what the head reads of it, [T, H]."""
         self.after_layer: Callable[[int], None] | None = None
         """Called when a layer has written its keys and values, with its number; not by the decoder below."""
+        self.restoring: Restoring | None = None
+        """Blocks that come into the pool during this step, each layer's before the layer needs them."""
         self.kinds: Tensor | None = None
         """The kind of each row of this step, [1, T]; None: all are of kind 0."""
         self.decoder: Decoder | None = None
@@ -154,9 +163,12 @@ class Runner:
             for kind in {bool(block.windowed) for block in model.layers.values()}  # longest that may come
         }
 
-    def pool(self) -> list[Tensor]:
-        """The tensors of the pool, [1, G, slots, ·] each, of all layers."""
-        return [t for cache in self.cache.values() if isinstance(cache, PagedCache) for t in cache.tensors()]
+    def pool(self) -> list[list[Tensor]]:
+        """The tensors of the pool, [1, G, slots, ·] each, by layer, and after these what else the blocks keep."""
+        return [cache.tensors() for cache in self._caches()]
+
+    def _caches(self) -> list[PagedCache]:
+        return [*(c for c in self.cache.values() if isinstance(c, PagedCache)), *self.beside]
 
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
         """Compute the next tokens of each sequence → what the head reads, [T, H], in the batch's order."""
@@ -168,6 +180,12 @@ class Runner:
         some = any(seq.group.request.token_types for seq, _ in batch)
         for seq, n in batch:
             start, stop = seq.n_computed, seq.n_computed + n
+            if self._by_row(seq):
+                step.ids += [seq.tokens[-1], *seq.draft]
+                paths = tree_paths(start, seq.draft, seq.parents)
+                self.add_rows(step, seq.blocks, start, paths)
+                step.kinds += [0] * n if some else []
+                continue
             if some:
                 step.kinds += (seq.group.request.token_types or [0] * len(seq.tokens))[start:stop]
             known, row = len(seq.tokens), len(step.at)
@@ -183,7 +201,15 @@ class Runner:
     def rows(self, batch: list[tuple[Sequence, int]]) -> list[int]:
         """Number of rows of each sequence in a step."""
         counts = [n for _, n in batch]
-        return [max(counts)] * len(counts) if self.padded else counts
+        if not self.padded:
+            return counts
+        pieces = [n if self._by_row(seq) else 1 for seq, n in batch]
+        widest = max(1 if p > 1 else n for p, n in zip(pieces, counts, strict=True))
+        return [p * widest for p in pieces]
+
+    def _by_row(self, seq: Sequence) -> bool:
+        """Whether a sequence's drafts are pieces of one token each: those of a tree, and where a kernel takes many."""
+        return bool(seq.draft) and (bool(seq.parents) or (self.layout.kernel is not None and not self.padded))
 
     def arrange(self, step: PackedStep) -> Arranged:
         """A step's numbers on the device, while the step before may still run."""
@@ -196,14 +222,15 @@ class Runner:
             divided = launches(counts, spec.num_heads // spec.num_kv_heads, spec.cached_dim, self.kind)
             starts = np.array([step.pieces[0].start, *(p.stop for p in step.pieces)], dtype=np.int32)
             lengths = np.array([p.length for p in step.pieces], dtype=np.int32)
-            numbers += [table_of(step.pieces, size), lengths, starts]
+            table, size = table_of(step.pieces, size)
+            numbers += [table, lengths, starts]
             numbers += [np.array(d.items, dtype=np.int32) for d in divided]
         ids, at, kinds, slots, source, target, *rest = upload(self.device, *numbers)
         pages = None
         if rest:
             work = tuple(Work(i, d.rows, d.used, d.split) for i, d in zip(rest[3:], divided, strict=True))
             pages = Pages(rest[0], rest[1], rest[2], size, work)
-        alone = singles(step.pieces, size, self.device) if layout.kernel is not None else None
+        alone = singles(step.pieces, self.block_size, self.device) if layout.kernel is not None else None
         return Arranged(ids, at, kinds, slots, source, target, pages, alone)
 
     def _lay_out(self, step: PackedStep, arranged: Arranged | None = None) -> Arranged:
@@ -221,8 +248,16 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: PackedStep, arranged: Arranged | None = None) -> Tensor:
-        """Do a step: copies, then the packed pass. The next step may overwrite the result."""
+        """Do a step: copies, then the packed pass → what the head reads, [T, H]. The next step may overwrite it."""
+        hidden = self._execute(step, arranged)
+        if self.after_pass is not None:
+            self._await(len(self.cache) + len(self.beside) - 1)
+            self.after_pass(step, hidden)
+        return hidden
+
+    def _execute(self, step: PackedStep, arranged: Arranged | None) -> Tensor:
         if self.graphs is not None and (key := self.graphs.find(step)) is not None:
+            self._await(len(self.cache) - 1)
             return self.graphs.run(step, key)
         found = self._lay_out(step, arranged)
         ids, at = found.ids, found.at
@@ -260,6 +295,32 @@ class Runner:
         visible, own = first_seen(start, self.layout.window), n > 1
         return Piece(row, row + n, runs(seq.blocks, size, visible, start if own else stop), own, stop, seq.blocks)
 
+    def add_rows(self, step: PackedStep, blocks: array[int], start: int, paths: list[tuple[int, ...]]) -> None:
+        """Add tokens at the places of a sequence from ``start`` on to a step, each with its own ``path`` (as
+        :attr:`Piece.path`): its position follows from the path's length."""
+        size, window = self.block_size, self.layout.window
+        row = len(step.at)
+        for first, count in runs(blocks, size, start, start + len(paths)):
+            step.slots += range(first, first + count)
+        for i, path in enumerate(paths):
+            length = path[0] + len(path)
+            step.at.append(length - 1)
+            inner = path if path[-1] != length - 1 else ()
+            if self.layout.kernel is not None or self.layout.whole is not None:
+                step.pieces.append(Piece(row + i, row + i + 1, [], False, length, blocks, inner))
+                continue
+            seen = first_seen(length - 1, window)
+            extents = runs(blocks, size, seen, path[0])
+            for place in path[max(0, seen - path[0]) :]:
+                extents.append((blocks[place // size] * size + place % size, 1))
+            step.pieces.append(Piece(row + i, row + i + 1, extents, False, length, blocks, inner))
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Copy what is kept in slots ``source`` to ``target``; all are read before any is written."""
+        moved = upload(self.device, source, target)
+        for cache in self._caches():
+            cache.copy(moved[0], moved[1])
+
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
         """``ids`` [1, T] at positions ``at`` [T] → [T, H]."""
         x = self.embed(ids, at)
@@ -281,14 +342,21 @@ class Runner:
         if decoder is not None and s is not None and len(s.rows) == x.shape[1] <= decoder.most_rows:
             if self._described is None:
                 self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
+            self._await(len(self.cache) - 1)
             return decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
         for i, name in enumerate(names or self.model.layers):
             block = self.model.layers[name]
             kind = bool(block.windowed)
+            self._await(i)
             x = block(x, NO_MASK if kind else scaled, ropes[kind], self.cache[name])
             if self.after_layer is not None:
                 self.after_layer(i)
         return x
+
+    def _await(self, layer: int) -> None:
+        """Have the blocks of a layer, and of those before it, in the pool."""
+        if self.restoring is not None:
+            self.restoring.wait(layer)
 
     def norm(self, x: Tensor) -> Tensor:
         """The final norm, where the family has one."""
@@ -309,6 +377,5 @@ class Runner:
             return
         size = torch.arange(self.block_size, device=self.device)
         slots = [(blocks[:, None] * self.block_size + size).flatten() for blocks in (source, target)]
-        for cache in self.cache.values():
-            assert isinstance(cache, PagedCache)
+        for cache in self._caches():
             cache.copy(slots[0], slots[1])

@@ -101,7 +101,7 @@ class Scheduler:
             if seq.admitted < 0:  # preempted meanwhile
                 continue
             if len(batch.tokens) >= lim.max_num_seqs:  # forks of a request that asks for more than that at once
-                seq.draft = []
+                seq.drop_draft()
                 continue
             n = self._share(seq, self._left(batch), not batch.tokens)
             if n and self._room(seq, n, batch):
@@ -125,7 +125,7 @@ class Scheduler:
             return missing
         if seq.draft:
             missing -= len(seq.draft)
-            seq.draft = []
+            seq.drop_draft()
             if missing <= budget:
                 return missing
         if self.limits.chunked and not self.whole:
@@ -152,16 +152,30 @@ class Scheduler:
         return self.blocks.grow(seq, max(tokens, seq.n_computed + n), longest)
 
     def _preempt(self, seq: Sequence, batch: StepBatch) -> None:
-        self.running.remove(seq)
         batch.tokens.pop(seq, None)
         batch.preempted.append(seq)
         held = set(seq.blocks)
         batch.copies = [c for c in batch.copies if c[1] not in held]
-        self.blocks.release(seq)
-        seq.admitted, seq.draft, seq.group.hidden = -1, [], None
-        self._again(seq)
+        self._put_back(seq)
         self.preemptions += 1
         seq.group.preemptions += 1
+
+    def _put_back(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.blocks.release(seq)
+        seq.admitted, seq.group.hidden = -1, None
+        seq.drop_draft()
+        self._again(seq)
+
+    def compute_again(self, seq: Sequence) -> None:
+        """Put back a running sequence that holds a block without the contents that it was taken for; one that has
+        generated nothing yet joins as if it were new."""
+        group, total = seq.group, len(seq.tokens)
+        if not seq.generated and group.cached_tokens >= 0:
+            if self.fair is not None:
+                self.fair.admit(group.request.client, group.cached_tokens - total)
+            group.cached_tokens = -1
+        self._put_back(seq)
 
     def _idle(self) -> Sequence | None:
         """The last beam that only waits for others of its search: recomputing it is better than a deadlock."""

@@ -27,6 +27,9 @@ class Sequence:
     """Tokens whose keys and values are valid; the scheduler only advances it towards ``total``."""
     draft: list[int] = field(default_factory=list)
     """Tokens that a drafter proposes behind ``tokens``; they are computed with them, and kept as far as they agree."""
+    parents: list[int] = field(default_factory=list)
+    """Where these are a tree: for each the place in ``draft`` of the one that it follows, -1: the last known token.
+    Empty: each follows the one before it."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
     keys: list[bytes] = field(default_factory=list)
     """Chained hashes of the leading full blocks, as far as they are known."""
@@ -73,6 +76,10 @@ class Sequence:
         """Sequences that it counts as: before its first token, all that will go on from its prompt."""
         begun = self.generated or self.pending or self.group.request.embed
         return 1 if begun else self.group.request.sampling.sequences
+
+    def drop_draft(self) -> None:
+        """Propose nothing."""
+        self.draft, self.parents = [], []
 
     def draw(self) -> float:
         """Its next random number, in [0, 1)."""

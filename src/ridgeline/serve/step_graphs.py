@@ -144,6 +144,8 @@ class StepGraphs:
         n = len(step.pieces)
         if step.copies or step.kinds or len(step.ids) != n or not n or n > self.batches[-1]:
             return None
+        if any(p.path for p in step.pieces):
+            return None
         blocks = max(-(-p.length // self.runner.block_size) for p in step.pieces)
         return next(b for b in self.batches if b >= n), next(w for w in self.widths if w >= blocks)
 

@@ -30,8 +30,11 @@ DTYPE_BYTES: dict[str, float] = {
 """Bytes of one element."""
 
 
-STEP_ROWS = (1, 8, 32)
+DECODE_ROWS = (1, 8, 32)
 """Rows (sequences that decode) of the steps that a probe times."""
+PROMPT_ROWS = (64, 512)
+"""Rows (tokens of one prompt) of the steps that a probe times."""
+STEP_ROWS = (*DECODE_ROWS, *PROMPT_ROWS)
 
 
 class Rate(BaseModel):
@@ -160,8 +163,9 @@ class Device(BaseModel):
     "serve.admission" (of that, what its first iteration waits for). Measured on small reference models."""
     step_latency: list[list[float]] = Field(default_factory=list)
     """What an operator costs in a step of the serving engine beyond what it costs timed alone, by rising size of the
-    model: [bytes of weights, seconds with 1 row, …] for each of ``STEP_ROWS``. Weights that caches hold are read faster
-    than alone (negative seconds); where they outgrow them, every operator starts in cold ones."""
+    model: [bytes of weights, seconds with 1 row, …] for each of ``STEP_ROWS``, first those of decode steps, then those
+    of prompts. Weights that caches hold are read faster than alone (negative seconds); where they outgrow them, every
+    operator starts in cold ones."""
     kernel_latency: list[list[float]] = Field(default_factory=list)
     """The same where all layers of a decode step are one kernel, which saves what operators cost by themselves."""
     per_core: float = 1.0
@@ -208,7 +212,8 @@ class Device(BaseModel):
             return 0.0
         import numpy as np
 
-        return float(np.interp(rows, STEP_ROWS, self.step_latency[0][1:]))
+        seconds = self.step_latency[0][1:]  # of older probes: of the first rows only
+        return float(np.interp(rows, STEP_ROWS[: len(seconds)], seconds))
 
     def shared_by(self, ranks: int) -> Device:
         """This device as one of ``ranks`` processes sees it (a CPU's cores and bandwidth are divided among them)."""

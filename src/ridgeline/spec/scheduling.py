@@ -54,14 +54,26 @@ class Speculation:
     tokens: int
     """Tokens of one draft."""
     acceptance: float
-    """Probability that a drafted token is kept, each like the next."""
+    """Probability that a drafted token is kept, each like the next; of a tree, that one of those behind a kept one
+    is."""
     model: ModelSpec | None = None
     """The smaller model that drafts; None: drafts cost nothing."""
+    nodes: int = 0
+    """Tokens of a tree of drafts, of which ``tokens`` are one path; 0: they are a chain."""
+    branches: int = 1
+    """Rows of a sequence that ``model`` reads for each of ``tokens`` levels but the first."""
+    head: bool = False
+    """Whether ``model`` is a head, which reads the model's hidden states and embeddings, joined."""
 
     @property
     def expected_tokens(self) -> float:
         """Expected tokens per pass: (1 - a^(k+1)) / (1 - a) (arXiv:2211.17192, equation 1)."""
         return sum(self.acceptance**i for i in range(self.tokens + 1))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a sequence in the pass that checks a draft: the last known token's and those of all drafted ones."""
+        return 1 + (self.nodes or self.tokens)
 
 
 Cost = Callable[[int, int], float]
@@ -89,6 +101,8 @@ class Scheduling:
     logit_reads: int = 5
     """Times that choosing a token reads a row of logits: four passes of a radix selection over 32-bit keys, and one
     that gathers what it found."""
+    beside_elements: int = 0
+    """Elements that something other than the layers keeps of each token in the pool, of the weights' dtype."""
     speculation: Speculation | None = None
     """Speculation with a known acceptance rate, for the prediction; None: none, or unknown."""
 
@@ -100,7 +114,8 @@ class Scheduling:
     def block_bytes(self, m: ModelSpec, layers: int, kv_heads: float, width: float) -> float:
         """Bytes of one block on a rank with this many layers and heads. ``width``: bytes of an unquantized element."""
         each = kv_bytes(self.cache_kind, m.cached_dim) if self.cache_kind else width
-        return self.block_size * m.cached_tensors * layers * kv_heads * m.cached_dim * each
+        return self.block_size * (m.cached_tensors * layers * kv_heads * m.cached_dim * each
+                                  + self.beside_elements * width)  # fmt: skip
 
     def pool(self, m: ModelSpec, w: Serve, each: float, free: float, kind: str) -> tuple[int, int]:
         """(blocks of the pool, longest prompt and output together): what was asked for, or what the running sequences

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 Part = Literal[
     "activations", "adapter_table", "batch_shape", "batch_split", "compiled_blocks", "compute_dtype", "divided_experts",
-    "divided_linears", "divided_tensors", "dropped_blocks", "experts", "fused_attention", "fused_linears",
+    "divided_linears", "divided_tensors", "drafts", "dropped_blocks", "experts", "fused_attention", "fused_linears",
     "fused_norms", "loss_scale", "low_rank", "masters", "model_shape", "optimizer", "packed_rows", "pass_memory",
     "phase_pools", "products", "queue", "rank_groups", "recomputation", "recorded_step",
     "relative_updates", "replicas", "resting_weights", "sequence_parts", "shards", "trainable", "weights",
@@ -23,6 +23,7 @@ PARTS: dict[Part, str] = {
     "divided_experts": "experts divided over ranks",
     "divided_linears": "linear layers divided over ranks",
     "divided_tensors": "tensors of which a rank has a part",
+    "drafts": "which tokens are drafted",
     "dropped_blocks": "where blocks of the cache go that the pool drops",
     "experts": "how experts are stored",
     "fused_attention": "attention without a score matrix",

@@ -13,12 +13,14 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -31,33 +33,51 @@ from ridgeline.techniques.registry import techniques_of
 from ridgeline.train.trainer import Trainer
 
 
+class Place(NamedTuple):
+    """Where a checkpoint is written, and where it is once it is complete."""
+
+    draft: Path
+    whole: Path
+
+
 def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
     """Write ``folder/step-N`` from all ranks; older checkpoints of the folder are removed afterwards."""
-    place = folder / f"step-{trainer.steps_done:06d}"
-    draft = folder / f".{place.name}.new"
+    place = begin(trainer, folder)
+    with trainer.run.hooks.resident(False):
+        save_tensors(trainer, place.draft)
+    _barrier()
+    if trainer.rank == 0:
+        complete(place, described(trainer, losses))
+    _barrier()
+    return place.whole
+
+
+def begin(trainer: Trainer, folder: Path) -> Place:
+    """The place of the trainer's checkpoint in ``folder``, for all ranks; none may be written there meanwhile."""
+    whole = folder / f"step-{trainer.steps_done:06d}"
+    place = Place(folder / f".{whole.name}.new", whole)
     if trainer.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         tidy(folder)
-        draft.mkdir()
-    _barrier()
-    with trainer.run.hooks.resident(False):
-        save_tensors(trainer, draft)
-    _barrier()
-    if trainer.rank == 0:
-        state = {
-            **described(trainer, losses),
-            "files": {f.name: _checksum(f) for f in sorted(draft.iterdir())},
-        }
-        _write(draft / "state.json", json.dumps(state))
-        if place.exists():  # from an earlier run that was not resumed; until the next line the draft replaces it
-            os.replace(place, folder / f".{place.name}.old")
-        os.replace(draft, place)
-        for old in folder.glob("step-*"):
-            if old != place:
-                os.replace(old, folder / f".{old.name}.old")  # partly removed, it must not look like a checkpoint
-        tidy(folder)
+        place.draft.mkdir()
     _barrier()
     return place
+
+
+def complete(place: Place, about: dict[str, Any]) -> None:
+    """Make a checkpoint of the tensors that all ranks have written; by one process. ``about``: as :func:`described`
+    has it."""
+    draft, whole = place
+    folder = whole.parent
+    state = {**about, "files": {f.name: _checksum(f) for f in sorted(draft.iterdir())}}
+    _write(draft / "state.json", json.dumps(state))
+    if whole.exists():  # from an earlier run that was not resumed; until the next line the draft replaces it
+        os.replace(whole, folder / f".{whole.name}.old")
+    os.replace(draft, whole)
+    for old in folder.glob("step-*"):
+        if old != whole:
+            os.replace(old, folder / f".{old.name}.old")  # partly removed, it must not look like a checkpoint
+    tidy(folder)
 
 
 def described(trainer: Trainer, losses: list[float]) -> dict[str, Any]:
@@ -145,6 +165,22 @@ def save_tensors(trainer: Trainer, folder: Path, apart: bool = False) -> None:
     tensors, _ = _state(trainer)
     writer = FileSystemWriter(str(folder), single_file_per_rank=not apart)
     _quietly(lambda: dcp.save(tensors, storage_writer=writer, no_dist=trainer.world == 1))  # type: ignore[attr-defined]
+
+
+def write_later(trainer: Trainer, folder: Path, stager: AsyncStager, group: dist.ProcessGroup | None) -> Future[Any]:
+    """As :func:`save_tensors`, but copy the tensors only, into ``stager``'s memory → done when they are written; on the
+    first rank, all ranks' parts. ``group``: of all ranks, used for nothing else."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    with trainer.run.hooks.resident(False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors, _ = _state(trainer)
+        written = dcp.async_save(  # type: ignore[attr-defined]
+            tensors, storage_writer=FileSystemWriter(str(folder)), process_group=group, async_stager=stager,
+            no_dist=trainer.world == 1,
+        )  # fmt: skip
+        return cast(Future[Any], written)
 
 
 def load_tensors(trainer: Trainer, folder: Path) -> None:

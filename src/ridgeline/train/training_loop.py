@@ -18,6 +18,7 @@ from ridgeline.train.budget import Budget
 from ridgeline.train.trainer import Trainer
 
 if TYPE_CHECKING:
+    from ridgeline.train.async_checkpoints import AsyncCheckpoints
     from ridgeline.train.memory_copies import MemoryCopies
 
 
@@ -63,14 +64,24 @@ def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, 
         from ridgeline.train.adapter_folder import go_on, load_adapter
 
         go_on(trainer, load_adapter(Path(options.adapter_from), e.model))
+    later = _later(trainer, out, options)
     previous = signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop_requested", True))
     try:
-        result = _run(trainer, out, losses, evaluations, copies, options, here.report)
+        result = _run(trainer, out, losses, evaluations, copies, later, options, here.report)
         if copies:
             copies.wait()
         return result
     finally:
         signal.signal(signal.SIGINT, previous)
+        if later:
+            later.close()
+
+
+def _later(trainer: Trainer, out: Path | None, options: TrainOptions) -> AsyncCheckpoints | None:
+    """What writes checkpoints while training goes on, where that is asked for."""
+    from ridgeline.train.async_checkpoints import AsyncCheckpoints
+
+    return AsyncCheckpoints(trainer, out) if out and options.async_save else None
 
 
 def _copies(trainer: Trainer, options: TrainOptions) -> MemoryCopies | None:
@@ -87,13 +98,13 @@ def _copies(trainer: Trainer, options: TrainOptions) -> MemoryCopies | None:
 
 def _run(
     trainer: Trainer, out: Path | None, losses: list[float], evaluations: Evaluations, copies: MemoryCopies | None,
-    options: TrainOptions, report: Progress,
+    later: AsyncCheckpoints | None, options: TrainOptions, report: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     from ridgeline.train.checkpoint import checkpoints, save
 
     steps = trainer.experiment.training.steps
     folder = Path(options.export) if options.export else None
-    write = write_adapter if options.adapter else export
+    write = write_part if trainer.run.hooks.write else write_adapter if options.adapter else export
     report({"stage": "training", "step": trainer.steps_done, "steps": steps})
     save_every, eval_every, copy_every = options.save_every, options.eval_every, copies_every(trainer.experiment.plan)
     if eval_every and not evaluations.found:
@@ -113,9 +124,15 @@ def _run(
             _evaluate(trainer, evaluations, report)
             improved = evaluations.best == evaluations.found[-1]
         if out and (last or improved or (save_every and trainer.steps_done % save_every == 0)):
-            place = save(trainer, out, losses)
-            if improved and folder:
-                write(trainer, place, folder)
+            exported = folder if improved else None
+            if later and not (last or exported):
+                later.save(losses)
+            else:
+                if later:
+                    later.wait()
+                place = save(trainer, out, losses)
+                if exported:
+                    write(trainer, place, exported)
         if copies and not last and trainer.steps_done % copy_every == 0:
             problem = copies.save(losses)
             if problem:
@@ -184,6 +201,15 @@ def write_adapter(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
 
     if not trainer.rank:
         save_adapter(trainer.experiment, whole_weights(read_model(checkpoint)), folder)
+
+
+def write_part(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
+    """Write what a technique has trained beside the model. Rank 0 reads the checkpoint completely."""
+    from ridgeline.train.checkpoint import read_model
+
+    write = trainer.run.hooks.write
+    if not trainer.rank and write is not None:
+        write(whole_weights(read_model(checkpoint)), folder)
 
 
 def plain_state(e: Experiment, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from ridgeline.spec.device import Link
 
 _BYTES = 64 << 20
 _TIMES = 3
+_PAUSES, _COMPUTED, _PRODUCT = 15, 2e-3, 256
+"""Number of requests between computations, seconds that each computes, and width of its matrices."""
 
 
 def folder_rate(folder: Path, title: str = "disk") -> Link:
@@ -49,19 +52,44 @@ def _rate(file: OpenFile, size: int, title: str) -> Link:
     whole = FileSource([FileRange(file, 0, size, size, 0)])
     page = FileSource([FileRange(file, 0, PAGE, PAGE, 0)])
     into = aligned(size)
-    latency, seconds = (_median(source, into) for source in (page, whole))
-    bandwidth = size / max(seconds - latency, seconds / 2)
+    once, seconds = (_median(source, into) for source in (page, whole))
+    bandwidth = size / max(seconds - once, seconds / 2)
+    latency = max(once, _between(file, size))
     direct = "O_DIRECT" if file.direct else "through the page cache"
     return Link(name=title, bandwidth=bandwidth, latency=latency,
-                source=f"measured: {size >> 20} MiB read {direct}, median of {_TIMES}")  # fmt: skip
+                source=f"measured: {size >> 20} MiB read {direct}, median of {_TIMES}; pages between computations,"
+                f" median of {_PAUSES}")  # fmt: skip
+
+
+def _between(file: OpenFile, size: int) -> float:
+    """Seconds of a request of one page that a thread makes for one that has just computed with all others, as weights
+    are fetched: where threads sleep, or spin for their next operator, that takes longer than one request after another.
+    """
+    x, into = torch.randn(_PRODUCT, _PRODUCT), aligned(PAGE)
+    step, times = size // _PAUSES // PAGE * PAGE, []
+    with ThreadPoolExecutor(1) as reader:
+        for i in range(_PAUSES):
+            source = FileSource([FileRange(file, i * step, PAGE, PAGE, 0)])
+            _uncache(file)
+            until = time.perf_counter() + _COMPUTED
+            while time.perf_counter() < until:
+                x @ x
+            start = time.perf_counter()
+            reader.submit(source.read, into).result()
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def _median(source: FileSource, into: torch.Tensor) -> float:
     times = []
     for _ in range(_TIMES):
-        if not source.ranges[0].file.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(source.ranges[0].file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        _uncache(source.ranges[0].file)
         start = time.perf_counter()
         source.read(into)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def _uncache(file: OpenFile) -> None:
+    if not file.direct and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -16,7 +16,7 @@ from ridgeline.predict import predict
 from ridgeline.predict.calibrate import calibrate
 from ridgeline.predict.serving.engine_costs import own_engine
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.spec.device import STEP_ROWS, Cluster, Device, Link, Rate
+from ridgeline.spec.device import PROMPT_ROWS, STEP_ROWS, Cluster, Device, Link, Rate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -107,7 +107,8 @@ that caches hold, and that they do not."""
 
 def deep(layers: int) -> ModelSpec:
     """The decode reference with this many layers."""
-    return DECODE_REFERENCE.model_copy(update={"name": f"decode-{layers}", "num_layers": layers})
+    changes = {"name": f"decode-{layers}", "num_layers": layers, "max_positions": 2 * PROMPT_ROWS[-1]}
+    return DECODE_REFERENCE.model_copy(update=changes)
 
 
 NARROW_STEPS = ((2, 1), (2, 24), (8, 1), (8, 24))
@@ -155,13 +156,14 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
     least = [4.0 * narrow(many).num_parameters, *(max(0.0, each) for _ in STEP_ROWS)]
 
     def table(steps: dict[str, float]) -> list[list[float]]:
-        """What operators cost in steps of the reference model, by its depth and the sequences."""
+        """What operators cost in steps of the reference model, by its depth and the rows."""
         lines = []
         for layers in STEP_DEPTHS:
             line = [4.0 * deep(layers).num_parameters]
             for n in STEP_ROWS:
                 beside, count = _beside(deep(layers), n, steps[f"{layers},{n}"], bare)
-                line.append((beside - iteration - n * (sequence + layers * layer)) / count)
+                own = sequence if n in PROMPT_ROWS else n * (sequence + layers * layer)
+                line.append((beside - iteration - own) / count)
             lines.append(line)
         return lines
 
@@ -175,12 +177,16 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
 
 
 def _beside(model: ModelSpec, n: int, took: float, bare: Device) -> tuple[float, int]:
-    """(what a decode step of ``n`` sequences ``took`` beyond its operators, of which how many are not attention)."""
+    """(what a step of ``n`` rows ``took`` beyond its operators, of which how many are not attention)."""
     e, techniques = resolve(serving_experiment(model, n, bare))
     surface = Iterations(e, techniques, e.cluster, own_engine(bare), (8, 64))
-    a, b = surface.decode(n)
     blocks = surface.graph(1, 1, 1).blocks
-    return took - a - b * n * 32, sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in blocks)
+    if n in PROMPT_ROWS:
+        took -= surface.body(n) + surface.prompt_attention(n, 0) + surface.head(1)
+    else:
+        a, b = surface.decode(n)
+        took -= a + b * n * 32
+    return took, sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in blocks)
 
 
 def http_latency(found: dict[str, Any]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.serve.build_engine import make_engine
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.runner import find_kernel, find_step_kernel
-from ridgeline.spec.device import STEP_ROWS
+from ridgeline.spec.device import DECODE_ROWS, PROMPT_ROWS
 from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.model import ModelSpec
 
@@ -28,20 +28,24 @@ _SHORT, _LONG = 16, 768
 _CACHED = 48 * 2**20
 """Bytes of pools that are read in turn."""
 CLIENTS = 16
+_RATE = 10.0
+"""Requests/s at which the server of a narrow model has always gone to sleep before the next."""
 
 
 def serving_costs(device: torch.device, quick: bool = False) -> dict[str, Any]:
     """``steps``: seconds of a decode step of narrow models by (layers, sequences), operator by operator; ``deep``: of
-    the reference model likewise, and ``kernel`` with all its layers in one kernel, where there is one; ``served``: of
-    the narrow models as the server runs them; ``attention``: rates of attention over the pool, by the kind of its
-    codes; ``http``: seconds that requests take at the real server."""
+    the reference model likewise, and of its prompts by (layers, tokens); ``kernel``: the same with all layers of a
+    decode step in one kernel, where there is one; ``served``: of the narrow models as the server runs them;
+    ``attention``: rates of attention over the pool, by the kind of its codes; ``http``: seconds that requests take at
+    the real server."""
     steps = {f"{layers},{n}": _step(device, narrow(layers), n, quick) for layers, n in NARROW_STEPS}
     attention = {kind: _attention(device, kind) for kind in ("", *KINDS)}
-    depths = [(layers, n) for layers in STEP_DEPTHS for n in STEP_ROWS]
-    large = {f"{layers},{n}": _step(device, deep(layers), n, quick, 30) for layers, n in depths}
+    depths = [(layers, n) for layers in STEP_DEPTHS for n in DECODE_ROWS]
+    prompts = {f"{layers},{n}": _prompt(device, deep(layers), n, quick) for layers in STEP_DEPTHS for n in PROMPT_ROWS}
+    large = {f"{layers},{n}": _step(device, deep(layers), n, quick, 30) for layers, n in depths} | prompts
     found = {"steps": steps, "deep": large, "attention": attention, "http": _http(device, quick), "served": steps}
     if make_engine(serving_experiment(narrow(2), 1), device).runner.decoder is not None:
-        found["kernel"] = {f"{layers},{n}": _step(device, deep(layers), n, quick, 30, True) for layers, n in depths}
+        found["kernel"] = {f"{k},{n}": _step(device, deep(k), n, quick, 30, True) for k, n in depths} | prompts
         found["served"] = {f"{k},{n}": _step(device, narrow(k), n, quick, 80, True) for k, n in NARROW_STEPS}
     return found
 
@@ -63,6 +67,19 @@ def _step(
         engine.step()
         times.append(time.perf_counter() - start)
     return statistics.median(times[rounds // 4 :])
+
+
+def _prompt(device: torch.device, model: ModelSpec, tokens: int, quick: bool) -> float:
+    """Steady seconds of the step that computes one prompt and chooses its first token; all prompts differ."""
+    engine = make_engine(serving_experiment(model, 1, prompt_len=tokens, output_len=1), device)
+    sampling = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+    times: list[float] = []
+    for i in range(3 if quick else 8):
+        engine.add(EngineRequest(str(i), [(i + j * j) % model.vocab_size for j in range(tokens)], sampling))
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[len(times) // 4 :])
 
 
 def _attention(device: torch.device, kind: str) -> dict[str, float]:
@@ -98,18 +115,19 @@ def _attention(device: torch.device, kind: str) -> dict[str, float]:
 
 
 def _http(device: torch.device, quick: bool) -> dict[str, float]:
-    """Seconds at the server of the narrow model: ``alone_s`` of one request for one token, ``crowd_s`` per request
-    when several clients ask for one token each, ``token_s`` per further token of ``clients`` at once, ``lone_token_s``
-    of one client."""
+    """Seconds at the server of the narrow model: ``alone_s`` of a request for one token that finds it idle,
+    ``crowd_s`` per request when several clients ask for one token each, ``token_s`` per further token of ``clients`` at
+    once, ``lone_token_s`` of one client."""
     from ridgeline.measure.cells.serving_cell import serve_load
 
-    def ask(clients: int, requests: int, output: int) -> dict[str, float]:
-        e = serving_experiment(narrow(2), clients, requests=requests, prompt_len=1, output_len=output)
+    def ask(clients: int, requests: int, output: int, rate: float | None = None) -> dict[str, float]:
+        load: dict[str, Any] = {"rate": rate, "concurrency": None} if rate else {}
+        e = serving_experiment(narrow(2), clients, requests=requests, prompt_len=1, output_len=output, **load)
         found = serve_load(e, device, lambda _: None)
         return {name: m.value for name, m in found.metrics.items()}
 
     n = 12 if quick else 120
-    alone, together = ask(1, n // 2, 1), ask(CLIENTS, 2 * n, 1)
+    alone, together = ask(1, n // 4, 1, _RATE), ask(CLIENTS, 2 * n, 1)
     lone, tokens = ask(1, n // 4, 40), ask(CLIENTS, n, 40)
     return {"clients": CLIENTS, "alone_s": alone["e2e_p50_s"], "crowd_s": 1 / together["requests_per_s"],
             "token_s": tokens["tpot_p50_s"], "lone_token_s": lone["tpot_p50_s"]}  # fmt: skip

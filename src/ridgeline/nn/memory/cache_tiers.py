@@ -1,8 +1,8 @@
 """Key/value caches that rest in host memory or on disk, with attention on the host (FlexGen, arXiv:2303.06865).
 
-A cache on disk is one slab per token, so that what a step adds is written at one place: [T, B, G, D] of keys, then of
-values. The next cache of the disk is read while one computes; a single thread reads and writes, so that nothing is read
-before it was written.
+A cache on disk is one slab per token, keys and values together, [T, 2, B, G, D], so that what a step adds is one write,
+and all that is stored is one read. The next cache of the disk is read while one computes; a single thread reads and
+writes, so that nothing is read before it was written.
 """
 
 from __future__ import annotations
@@ -130,12 +130,10 @@ class CacheDisk:
 
         def move() -> None:
             assert self.file is not None
-            view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-            for half in (0, cache.half):
-                size = length * cache.slab
-                self.file.read(view[half : half + size], cache.place + half, size)
+            view, size = memoryview(buffer.numpy()), length * cache.slab  # type: ignore[arg-type]
+            self.file.read(view[:size], cache.place, size)
 
-        self.read_bytes += 2 * length * cache.slab
+        self.read_bytes += length * cache.slab
         self._coming[cache] = length, buffer, self._thread.submit(move)
 
     def _give_up(self, cache: DiskCache) -> None:
@@ -151,34 +149,33 @@ class DiskCache(LayerCache):
         batch, groups, tokens, width = shape
         self.disk, self.shape, self.dtype, self.place = disk, shape, dtype, place
         self.length = 0
-        self.slab = -(-batch * groups * width * dtype.itemsize // PAGE) * PAGE
-        """Bytes of one token's keys (or values) of all sequences, in whole pages."""
-        self.half = tokens * self.slab
-        self.size = 2 * self.half
+        self._used = batch * groups * width
+        self.slab = -(-2 * self._used * dtype.itemsize // PAGE) * PAGE
+        """Bytes of one token's keys and values of all sequences, in whole pages."""
+        self.size = tokens * self.slab
 
-    def _tokens(self, buffer: Tensor, half: int, first: int, stop: int) -> Tensor:
-        """Tokens ``first`` to ``stop`` of a buffer's keys (``half`` 0) or values, [B, G, S, D]."""
+    def _tokens(self, buffer: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Tokens ``first`` to ``stop`` of a buffer: keys and values [B, G, S, D]."""
         batch, groups, _, width = self.shape
-        rows = buffer[half + first * self.slab : half + stop * self.slab].view(stop - first, self.slab)
-        used = rows[:, : batch * groups * width * self.dtype.itemsize].view(self.dtype)
-        return used.view(stop - first, batch, groups, width).permute(1, 2, 0, 3)
+        rows = buffer[first * self.slab : stop * self.slab].view(stop - first, self.slab)
+        used = rows[:, : 2 * self._used * self.dtype.itemsize].view(self.dtype)
+        keys, values = used.view(stop - first, 2, batch, groups, width).permute(1, 2, 3, 0, 4)
+        return keys, values
 
     def attend(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Store ``k`` and ``v`` and let ``q`` [B, H, S, D] see all that is stored: [B, H, S, D]."""
         start, end = self.length, self.length + k.shape[2]
-        pages = [aligned((end - start) * self.slab) for _ in range(2)]
-        for t, new in zip((k, v), pages, strict=True):
-            self._tokens(new, 0, 0, end - start).copy_(t)
+        new = aligned((end - start) * self.slab)
+        for t, place in zip((k, v), self._tokens(new, 0, end - start), strict=True):
+            place.copy_(t)
         if not start:
             out = backend.function(q, k, v, mask)
         else:
             buffer = self.disk.fetch(self)
-            for half, new in zip((0, self.half), pages, strict=True):
-                buffer[half + start * self.slab : half + end * self.slab].copy_(new)
-            keys, values = (self._tokens(buffer, half, 0, end) for half in (0, self.half))
+            buffer[start * self.slab : end * self.slab].copy_(new)
+            keys, values = self._tokens(buffer, 0, end)
             out = backend.function(q.cpu(), keys, values, _on_cpu(mask)).to(q.device)
             self.disk.give_back(buffer)
-        for half, new in zip((0, self.half), pages, strict=True):
-            self.disk.write(self.place + half + start * self.slab, new)
+        self.disk.write(self.place + start * self.slab, new)
         self.length = end
         return out

@@ -72,6 +72,9 @@ class Piece:
     """Number of tokens of the sequence after the step."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
     """Its block table, for kernels that read it."""
+    path: tuple[int, ...] = ()
+    """Of one new token in a tree of drafts: the places of the newest tokens that it attends to, itself the last, behind
+    all places before the first of them; empty: its places are in order."""
     _split: tuple[list[tuple[int, int]], Tensor | None] | None = field(default=None, init=False, repr=False)
 
     def split(self, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None]:
@@ -107,12 +110,31 @@ StepKernel = Callable[[Tensor, Any, Any, Pages, int, ScoreChanges | None], Tenso
 """The same of all new tokens of a step, [T, H, D], whose keys and values are in the stores already (tensors, codes)."""
 
 
-def table_of(pieces: list[Piece], block: int) -> np.ndarray:
-    """The block tables of pieces, int32 [B, blocks]."""
+def table_of(pieces: list[Piece], block: int) -> tuple[np.ndarray, int]:
+    """The block tables of pieces, int32 [B, blocks], and the slots of a block: where one has a path, tables of single
+    slots."""
+    if any(p.path for p in pieces):
+        return _slot_table(pieces, block), 1
     used = [-(-p.length // block) for p in pieces]
     table = np.zeros((len(pieces), max(used)), dtype=np.int32)
     for row, p, n in zip(table, pieces, used, strict=True):
         row[:n] = np.frombuffer(p.blocks, dtype=np.int32, count=n)
+    return table, block
+
+
+def _slot_table(pieces: list[Piece], block: int) -> np.ndarray:
+    """The slot of each token of pieces, int32 [B, tokens]."""
+    table = np.zeros((len(pieces), max(p.length for p in pieces)), dtype=np.int32)
+    within = np.arange(block, dtype=np.int32)
+    known: dict[int, np.ndarray] = {}
+    for row, p in zip(table, pieces, strict=True):
+        slots = known.get(id(p.blocks))
+        if slots is None:
+            slots = (np.frombuffer(p.blocks, dtype=np.int32)[:, None] * block + within).ravel()
+            known[id(p.blocks)] = slots
+        before = p.path[0] if p.path else p.length
+        row[:before] = slots[:before]
+        row[before : p.length] = slots[list(p.path)] if p.path else ()
     return table
 
 
@@ -122,8 +144,8 @@ def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | 
     if not some:
         return None
     numbers = torch.tensor([[p.start for p in some], [p.length for p in some]], device=device)
-    table = torch.from_numpy(table_of(some, block)).to(device)
-    return Singles(numbers[0], table, numbers[1].to(torch.int32), block)
+    table, each = table_of(some, block)
+    return Singles(numbers[0], torch.from_numpy(table).to(device), numbers[1].to(torch.int32), each)
 
 
 def first_seen(at: int, window: int) -> int:

@@ -52,10 +52,13 @@ def host_time(op: Op, cluster: Cluster) -> Timed:
     if op.kind in ("disk_read", "disk_write"):
         disk = cluster.device.disk
         if disk is not None:
-            return Timed(disk.latency + op.link_bytes / disk.bandwidth, "link", disk.source or "datasheet")
+            return Timed(
+                op.requests * disk.latency + op.link_bytes / disk.bandwidth, "link", disk.source or "datasheet"
+            )
         return Timed(op.link_bytes * ranks / _DISK_BANDWIDTH, "link", "class default")
     link = cluster.device.host_link
     if link is None:  # a CPU's memory is the host's
         return Timed(2 * op.link_bytes / cluster.device.memory_bandwidth, "memory", "class default")
     shared = max(1.0, ranks / _HOST_LINKS)
-    return Timed(link.latency + op.link_bytes * shared / (link.bandwidth * _LINK_SHARE), "link", "class default")
+    seconds = op.requests * link.latency + op.link_bytes * shared / (link.bandwidth * _LINK_SHARE)
+    return Timed(seconds, "link", "class default")

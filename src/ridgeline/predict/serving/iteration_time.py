@@ -245,8 +245,9 @@ class Iterations:
         return (max(a + b * cached, self._beside(n)) + self._waits(n)) / tokens
 
     def _checked(self, n: int, s: Speculation) -> tuple[float, float, float]:
-        """Drafts one after another, and a verification pass over them and one more token (arXiv:2211.17192)."""
-        rows, (low, high) = s.tokens + 1, self.contexts
+        """Drafts one after another, and a verification pass over them and one more token (arXiv:2211.17192), of a tree
+        over all of its nodes (arXiv:2406.16858)."""
+        rows, (low, high) = s.rows, self.contexts
         short, long = (self.parts.attention(n, rows, c + rows) for c in (low, high))
         slope = max(0.0, (long - short) / (high - low))
         a, b = self.body(n * rows) + self.head(n * rows) + short - slope * low, slope / n
@@ -255,9 +256,24 @@ class Iterations:
         if s.model is not None:
             alone = {"model": s.model, "plan": Plan(), "parallel": {}}
             small = Iterations(self.e.model_copy(update=alone), [], self.cluster, self.engine, self.contexts)
-            one, grow = small._one(n)
-            a, b = a + s.tokens * max(one, small.dispatch_s), b + s.tokens * grow
+            levels = [(s.branches, s.branches)] * (s.tokens - 1)
+            # A head first reads what was kept of the last draft, with the model's hidden states.
+            first = (math.ceil(s.expected_tokens), 1) if s.head else (1, 1)
+            for read, drafted in (first, *levels):
+                more, grow = small._read(n, read, drafted, s.head)
+                a, b = a + max(more, small.dispatch_s), b + grow
         return a, b, s.expected_tokens
+
+    def _read(self, n: int, rows: int, drafted: int, joins: bool) -> tuple[float, float]:
+        """(a, b) of a pass over ``rows`` of each of ``n`` sequences, with logits of ``drafted`` of them. ``joins``:
+        what it reads is a product of two tensors as wide as the model."""
+        if rows == drafted == 1 and not joins:
+            return self._one(n)
+        low, high = self.contexts
+        short, long = (self.parts.attention(n, rows, c + rows) for c in (low, high))
+        slope = max(0.0, (long - short) / (high - low))
+        join = self.parts.seconds(_join(self.e, n * rows)) if joins else 0.0
+        return join + self.body(n * rows) + self.head(n * drafted) + short - slope * low, slope / n
 
     def _waits(self, n: int) -> float:
         e, before = self.engine, self.parts.weights.before
@@ -295,6 +311,13 @@ class Iterations:
         over = max(0, new - self.engine.spill_tokens) if self.engine.spill_tokens else 0
         host = self.engine.layer_s * self.e.model.num_layers + over * self.engine.spill_s
         return max(gpu, self._beside(rows, eager=True)) + host + self._waits(rows)
+
+
+def _join(e: Experiment, rows: int) -> Op:
+    """The product by which a draft head joins hidden states and embeddings."""
+    h, dtype = e.model.hidden_size, e.dtype
+    moved = (3.0 * rows * h + 2.0 * h * h) * DTYPE_BYTES[dtype]
+    return Op("fuse", "draft", "gemm", flops=4.0 * rows * h * h, bytes=moved, dtype=dtype, shape=(rows, h, 2 * h))
 
 
 def one_shot(op: Op, cluster: Cluster) -> float:

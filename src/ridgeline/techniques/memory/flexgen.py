@@ -242,7 +242,7 @@ class FlexGen(Technique):
     def _cache(self, g: Graph, e: Experiment, cache: float, share: dict[str, float]) -> None:
         """Copies of each layer's cache, for all batches at once."""
         assert g.sizes is not None
-        layers = sum(b.repeat for b in g.blocks if b.is_layer)
+        layers, n = sum(b.repeat for b in g.blocks if b.is_layer), self.micro_batches(e)
         w = e.workload
         total = w.prompt_len + w.output_len  # type: ignore[union-attr]
         per_token = cache / layers / total
@@ -251,27 +251,33 @@ class FlexGen(Technique):
         behind = "layers" if self.overlap else ""
         ops: list[Op] = []
         outside = share["host"] + share["disk"]
+
+        def copy(name: str, kind: str, size: float, parts: float) -> Op:
+            """Of every part by itself."""
+            return changed(host_copy(name, kind, size, "forward"), behind=behind, requests=n * parts)
+
         if gpu and outside:
-            ops.append(changed(host_copy("cache.out", "d2h", new * outside, "forward"), behind=behind))
+            ops.append(copy("cache.out", "d2h", new * outside, outside))
             if decoding:
                 ops.append(host_copy("cache.attention", "host_read", per_token * g.sizes.kv_len * outside, "forward"))
         if share["disk"]:
-            ops.append(changed(host_copy("cache.write", "disk_write", new * share["disk"], "forward"), behind=behind))
+            ops.append(copy("cache.write", "disk_write", new * share["disk"], share["disk"]))
             if decoding:
                 read = per_token * (g.sizes.kv_len - 1) * share["disk"]
-                ops.append(changed(host_copy("cache.read", "disk_read", read, "forward"), behind=behind))
+                ops.append(copy("cache.read", "disk_read", read, share["disk"]))
         for b in g.blocks:
             if b.is_layer:
                 b.gather_forward += ops
 
     def _hidden(self, g: Graph, e: Experiment, size: float, tiers: list[str]) -> None:
         """Copies of the batches' hidden states, each of ``size`` bytes, in and out of every layer."""
-        moves: list[tuple[str, float]] = []
+        moves: list[tuple[str, int]] = []
         if e.cluster.device.kind == "gpu":
-            moves += [(kind, size * (len(tiers) - tiers.count("device"))) for kind in ("h2d", "d2h")]
-        moves += [(kind, size * tiers.count("disk")) for kind in ("disk_read", "disk_write")]
+            moves += [(kind, len(tiers) - tiers.count("device")) for kind in ("h2d", "d2h")]
+        moves += [(kind, tiers.count("disk")) for kind in ("disk_read", "disk_write")]
         behind = "layers" if self.overlap else ""
-        ops = [changed(host_copy(f"hidden.{k}", k, moved, "forward"), behind=behind) for k, moved in moves if moved]
+        ops = [changed(host_copy(f"hidden.{kind}", kind, size * parts, "forward"), behind=behind, requests=parts)
+               for kind, parts in moves if parts]  # fmt: skip
         for b in g.blocks:
             if b.is_layer:
                 b.gather_forward += ops

@@ -93,11 +93,12 @@ class MoEOffload(Technique):
                 return
             each = sum(p.stored_bytes for p in held) / all_experts
             needed = max(op.experts for op in b.forward if op.param.startswith(_EXPERTS))
-            missing = each * needed * (1 - hits)
+            missing = needed * (1 - hits)
             found = self.recall if self.guess else 0.0
             disk = self.parameters == "nvme"
-            b.gather_forward += arriving("experts.guessed", missing * found, disk, e, True) if found else []
-            b.gather_forward += arriving("experts.missing", missing * (1 - found), disk, e, False)
+            for name, count, beside in (("guessed", missing * found, True), ("missing", missing * (1 - found), False)):
+                if count:
+                    b.gather_forward += arriving(f"experts.{name}", count * each, disk, e, beside, requests=count)
             for p in held:
                 p.resident = self.experts / all_experts
                 g.host_bytes += 0.0 if disk else p.stored_bytes * b.repeat

@@ -160,12 +160,13 @@ def weights_change(technique: Technique, e: Experiment) -> bool:
     return any(t.parts & _CHANGES_WEIGHTS for t in others)
 
 
-def arriving(name: str, size: float, disk: bool, e: Experiment, beside: bool) -> list[Op]:
-    """The copies that transfer ``size`` bytes to the device, from host memory or from disk. ``beside``: overlapping
-    with computation.
+def arriving(name: str, size: float, disk: bool, e: Experiment, beside: bool, requests: float = 1) -> list[Op]:
+    """The copies that transfer ``size`` bytes to the device, from host memory or from disk, in ``requests``.
+    ``beside``: overlapping with computation.
 
     A CPU reads from disk directly into the destination.
     """
     kinds = ["disk_read"] * disk + ["h2d"] * (not disk or e.cluster.device.kind == "gpu")
-    ops = [host_copy(f"{name}.{kind}", kind, size, "forward") for kind in kinds]
-    return [changed(op, behind="layers") for op in ops] if beside else ops
+    behind = "layers" if beside else ""
+    return [changed(host_copy(f"{name}.{kind}", kind, size, "forward"), behind=behind, requests=requests)
+            for kind in kinds]  # fmt: skip

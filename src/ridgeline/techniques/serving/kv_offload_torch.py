@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -18,8 +18,8 @@ from ridgeline.techniques.registry import make
 def give_store(run: ServeBuild, host: int, disk: int, folder: Path, persistent: bool) -> None:
     """Have the engine make the store once the pool exists."""
 
-    def new(pool: Iterable[Tensor], block_size: int) -> BlockStore:
-        return BlockStore(list(pool), block_size, fingerprint(run.experiment), host, disk, folder, persistent)
+    def new(pool: Sequence[Sequence[Tensor]], block_size: int) -> BlockStore:
+        return BlockStore(pool, block_size, fingerprint(run.experiment), host, disk, folder, persistent)
 
     run.block_store = new
 
