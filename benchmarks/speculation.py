@@ -241,9 +241,11 @@ def tell(batch: int, name: str, told: dict[str, Any]) -> None:
     line = f"batch {batch} {name:6} {told['tokens_per_s']['median']:7.1f} tokens/s"
     if "speedup" in told:
         ratio, parts = told["speedup"], told["parts"]
-        line += (f"  {ratio['median']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}], predicted {told['predicted']:.2f}x"
-                 f"  {told['kept']:.2f} tokens a pass, acceptance {told['acceptance']:.2f}  drafting"
-                 f" {parts['drafting']:.2f}, checking {parts['checking']:.2f} passes")  # fmt: skip
+        line += (
+            f"  {ratio['median']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}], predicted {told['predicted']:.2f}x"
+        )
+        line += f"  {told['kept']:.2f} tokens a pass, acceptance {told['acceptance']:.2f}"
+        line += f"  drafting {parts['drafting']:.2f}, checking {parts['checking']:.2f} passes"
     print(line, flush=True)
 
 
