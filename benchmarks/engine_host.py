@@ -6,8 +6,10 @@
 are: peaked as a language model's, normal with a deviation of 3 or nearly flat. ``penalty``: a repetition penalty of one
 sequence. ``step``: to describe a decode step (slots, tables, lengths) by sequences and their length, with tables of
 neighboring or scattered blocks. ``ranks``: from the beginning of telling another rank of a step until it has it, beside
-pickling it over gloo in the same processes. Medians and extremes over rounds. ``--before`` runs the same on the source
-tree at PATH and puts its medians beside. ``--part`` measures one and keeps the others of ``--out``.
+pickling it over gloo in the same processes. ``messages``: what the engine's process spends to report a step of as many
+sequences and to send it (``send``), and the server to read it (``read``), beside pickling the same. Medians and
+extremes over rounds. ``--before`` runs the same on the source tree at PATH and puts its medians beside. ``--part``
+measures one and keeps the others of ``--out``.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -183,7 +188,47 @@ def described(runner: Any, size: int, batch: Any) -> None:
         layout.singles = singles(made.pieces, size, runner.device)
 
 
-PARTS = {part.__name__: part for part in (sampler, penalty, step, ranks)}
+def messages(rounds: int) -> dict[str, Any]:
+    from ridgeline.serve.engine_messages import Frames, Kind, framed
+    from ridgeline.serve.request import OutputEvent, Stats, TokenLogprob
+    from ridgeline.serve.step_report import StepReport, pack, unpack
+
+    ours, theirs = socket.socketpair()
+    frames, found = Frames(), {}
+
+    def send(write: Callable[[Any], bytes], report: StepReport) -> None:
+        theirs.sendall(framed(Kind.REPORT, write(report)))
+
+    def read(parse: Callable[[bytes], Any], _: Any) -> None:
+        left = True
+        while left:
+            for _, contents in frames.feed(ours.recv(1 << 20)):
+                parse(contents)
+                left = False
+
+    for count, most in ((16, None), (128, None), (128, 5)):
+        events = []
+        for i in range(count):
+            top = tuple((1000 + i + k, -i - 0.5 * k) for k in range(most or 0))
+            entries = None if most is None else [TokenLogprob(1000 + i, -i - 0.5, top)]
+            events.append(OutputEvent(f"cmpl-{uuid.uuid4().hex}-0", 0, [1000 + i], entries))
+        report = StepReport(events, Stats(*range(15)), 1.0, 0.01, [])
+        name = f"{count} sequences" + (f", {most} log-probabilities" if most else "")
+        times: dict[str, list[float]] = {side: [] for side in ("send", "read", "send pickle", "read pickle")}
+        for _ in range(20 * rounds):
+            for end, write, parse in (("", pack, unpack), (" pickle", pickle.dumps, pickle.loads)):
+                for side, run in (("send", partial(send, write)), ("read", partial(read, parse))):
+                    start = time.perf_counter()
+                    run(report)
+                    times[side + end].append(1e3 * (time.perf_counter() - start))
+        for side in ("send", "read"):
+            own = times[side]
+            found[f"{name}, {side}"] = {"median": statistics.median(own), "low": min(own), "high": max(own),
+                                        "pickle": statistics.median(times[f"{side} pickle"])}  # fmt: skip
+    return found
+
+
+PARTS = {part.__name__: part for part in (sampler, penalty, step, ranks, messages)}
 
 
 def main() -> None:
@@ -197,7 +242,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     with torch.inference_mode():
         for name in [args.part] if args.part else PARTS:
-            if not (args.plain and name == "ranks"):  # which has its own comparison
+            if not (args.plain and name in ("ranks", "messages")):  # which have their own comparison
                 found[name] = PARTS[name](args.rounds)
     if args.plain:
         print(json.dumps(found))
@@ -221,7 +266,7 @@ def main() -> None:
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for part, rows in found.items():
         for name, row in rows.items():
-            beside = "".join(f"  {k} {row[k]:9.2f}" for k in ("before", "gloo") if k in row)
+            beside = "".join(f"  {k} {row[k]:9.3f}" for k in ("before", "gloo", "pickle") if k in row)
             print(f"{part:8} {name:36} {row['median']:9.3f} ms [{row['low']:.3f}, {row['high']:.3f}]{beside}")
 
 

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from load_generator import run_guidellm
 from tests.serve.running import TEMPLATE, process
 
-from ridgeline.data.batches import load_tokenizer, train_tokenizer
+from ridgeline.data.batches import train_tokenizer
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.measure.environment import fingerprint, load_average
 from ridgeline.measure.load.ask import EVEN
 from ridgeline.measure.load.endpoint import find_endpoint

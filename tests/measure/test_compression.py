@@ -14,7 +14,7 @@ from tests.compress.conftest import Bench
 from ridgeline import catalog, experiments
 from ridgeline.compress.calibration import held_out_windows, load_text, windows_of
 from ridgeline.compress.driver import compress
-from ridgeline.data.batches import load_tokenizer
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.jobs.job import CellOptions, CompressOptions, EvaluateOptions, RankContext
 from ridgeline.measure.ablate import run_ablation
 from ridgeline.measure.cells.compression_cell import compression_cell

@@ -11,8 +11,9 @@ import torch
 from tests.training import write_corpus
 from tests.world import world
 
-from ridgeline.data.batches import END, IGNORE, MASK, TextBatches, load_tokenizer, load_tokens, train_tokenizer
+from ridgeline.data.batches import END, IGNORE, MASK, TextBatches, load_tokens, train_tokenizer
 from ridgeline.data.text import PARTS, documents
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
 

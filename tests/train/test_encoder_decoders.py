@@ -10,9 +10,10 @@ from tests.training import experiment, train
 from typer.testing import CliRunner
 
 from ridgeline.cli import app
-from ridgeline.data.batches import END, IGNORE, load_tokenizer
+from ridgeline.data.batches import END, IGNORE
 from ridgeline.data.packing import load_instructions
 from ridgeline.data.pairs import PairBatches
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from ridgeline.nn.model.generate import generate
 from ridgeline.nn.model.init import build

@@ -60,15 +60,18 @@ def make_engine(
     ``memory``: limits of device and host memory, and a folder on disk; where any is given, the fastest predicted
     placement of the weights within them is added to the plan and printed.
     """
+    from ridgeline.experiments import plan_of
     from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
     from ridgeline.spec.errors import unknown
+    from ridgeline.spec.model import ModelSpec
     from ridgeline.spec.plan import Call
 
     require_checkpoint(checkpoint)
     if dtype not in _DTYPES:
         raise unknown("dtype", dtype, _DTYPES, "--dtype")
     default, given = (*DEFAULT_PLAN, *more), with_ or []
-    wanted = _wanted(checkpoint, with_)
+    mixture = ModelSpec.from_path(checkpoint).num_experts > 0
+    wanted = plan_of([item for item in given if not item.startswith("-")], "--with", mixture).strings()
     off = [item[1:] for item in given if item.startswith("-")]
     for name in off:
         if name not in default:
@@ -80,16 +83,6 @@ def make_engine(
     if any(memory):
         return _placed(checkpoint, plan, memory, options)
     return load_engine(checkpoint, plan, **options)
-
-
-def _wanted(checkpoint: Path, with_: list[str] | None) -> list[str]:
-    """The techniques of ``--with``, systems written out. Raises :class:`UserError`."""
-    from ridgeline.experiments import plan_of
-    from ridgeline.spec.model import ModelSpec
-
-    require_checkpoint(checkpoint)
-    mixture = ModelSpec.from_path(checkpoint).num_experts > 0
-    return plan_of([item for item in with_ or [] if not item.startswith("-")], "--with", mixture).strings()
 
 
 @dataclass(frozen=True)
@@ -108,12 +101,6 @@ class EngineOptions:
     scheduling_policy: str
     ahead: bool | None
     """Asynchronous scheduling; None: as is best."""
-
-    def names(self) -> set[str]:
-        """Names of the techniques that are asked for."""
-        from ridgeline.spec.plan import Call
-
-        return {Call.parse(item).name for item in (*self.more, *_wanted(self.checkpoint, self.plan))}
 
 
 def build(o: EngineOptions) -> Engine:

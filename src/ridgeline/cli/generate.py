@@ -62,8 +62,8 @@ def generate(
     disk: DiskFolder = None,
 ) -> None:
     """Generate for one prompt or a file of prompts. Ctrl-C keeps finished outputs, and the same command resumes."""
-    from ridgeline.data.batches import load_tokenizer
     from ridgeline.data.examples import find_template
+    from ridgeline.data.tokenizer import load_tokenizer
     from ridgeline.nn.model.init import DTYPES
     from ridgeline.serve import offline
     from ridgeline.serve.answers import answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,12 +31,15 @@ from ridgeline.cli.engine_options import (
     Tokenizer,
     build,
 )
-from ridgeline.serve.transfer.secret import VARIABLE, read_secret
+from ridgeline.serve.transfer.secret import VARIABLE, read_secret, require_secret
 from ridgeline.serve.transfer.tls import Tls
 
 if TYPE_CHECKING:
+    from ridgeline.serve.engine import Engine
     from ridgeline.serve.engine_loop import EngineLoop
-    from ridgeline.serve.transfer.member import FleetMember
+    from ridgeline.serve.remote_engine import RemoteEngine
+    from ridgeline.serve.transfer.member import MemberOptions
+    from ridgeline.serve.transfer.transfers import Transfers
 
 
 @app.command()
@@ -159,14 +163,13 @@ def serve(
 ) -> None:
     """Serve a checkpoint over an OpenAI-compatible API."""
     require_package("fastapi")
-    from ridgeline.measure.environment import spare_core
-    from ridgeline.serve.app import create_app, path_prefix
+    from ridgeline.measure.environment import cores, spare_core
+    from ridgeline.serve.address import loopback, path_prefix
     from ridgeline.serve.checkpoint_settings import Options
     from ridgeline.serve.fair_shares import POLICIES
     from ridgeline.serve.queue_limits import QueueLimits
     from ridgeline.serve.remote_engine import RemoteEngine
-    from ridgeline.serve.server import loopback, make_service
-    from ridgeline.serve.server import serve as run
+    from ridgeline.serve.transfer.member import MemberOptions
     from ridgeline.spec.errors import UserError, unknown
     from ridgeline.techniques.registry import bringing
 
@@ -190,55 +193,42 @@ def serve(
     if role is None and not with_:
         _require_peers(tls)
     if role is not None:
-        _require_secret(role, secret)
+        require_secret(role, secret)
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
     if role is not None:
         more = (*more, *(f"{name}:role={role}" for name in bringing("phase_pools")))
     asked = EngineOptions(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype, more,
                           (device_memory, host_memory, disk), scheduling_policy, async_scheduling)  # fmt: skip
-    make = partial(build, asked)
-    engine = RemoteEngine(make, spare_core).wait_ready() if _apart(asked, engine_process) else make()
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, ttft_slo, stall_timeout)
-    service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options)
-    if adapters is not None:
-        service.load_all(adapters)
-    service.loop.rebuild = service.loop.rebuild or make
-    member = _member(service.loop, secret, host, transfer_port, tls)
-    asgi = create_app(service, keys, admin_keys, body or 0, prefix, allowed_origins or ())
-    say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
-    with spare_core():
-        well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections, tls)
-    if member is not None:
-        member.close()
-    if isinstance(engine, RemoteEngine):
-        if not engine.close():
-            say("the engine hangs in a step: killed")
-            well = False
-    elif not service.loop.asleep:
-        service.loop.engine.close()
+    make, member = partial(build, asked), MemberOptions(secret, host, transfer_port, tls, say, stall_timeout)
+    with ExitStack() as ended:
+        apart = cores() > 1 if engine_process is None else engine_process
+        remote = RemoteEngine(make, spare_core, member) if apart else None
+        if remote is not None:
+            ended.callback(remote.close)
+        # These take long to import: meanwhile the other process loads the model.
+        from ridgeline.serve.app import create_app
+        from ridgeline.serve.server import make_service
+        from ridgeline.serve.server import serve as run
+
+        engine = remote.wait_ready() if remote is not None else make()
+        service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options)
+        if adapters is not None:
+            service.load_all(adapters)
+        service.loop.rebuild = service.loop.rebuild or make
+        transfers = _join(service.loop, engine, member)
+        asgi = create_app(service, keys, admin_keys, body or 0, prefix, allowed_origins or ())
+        say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
+        with nullcontext() if remote is not None else spare_core():
+            well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections, tls)
+        if transfers is not None:
+            transfers.close()
+        if remote is not None:
+            well = remote.close() and well
+        elif not service.loop.asleep:
+            service.loop.engine.close()
     if not well:
         raise typer.Exit(1)
-
-
-def _apart(asked: EngineOptions, wanted: bool | None) -> bool:
-    """Whether the engine gets a process of its own. Raises :class:`UserError` where that is wanted and cannot be."""
-    from ridgeline.measure.environment import cores
-    from ridgeline.spec.errors import UserError
-    from ridgeline.techniques.registry import bringing
-
-    exchanging = bool(asked.names().intersection(bringing("phase_pools")))
-    if wanted and exchanging:
-        raise UserError("--engine-process does not apply to servers that send and receive caches", "leave it out")
-    return not exchanging and (cores() > 1 if wanted is None else wanted)
-
-
-def _require_secret(role: str, secret: bytes) -> None:
-    """Raise :class:`UserError` for an empty secret."""
-    from ridgeline.spec.errors import UserError
-
-    if not secret:
-        raise UserError(f"a server of role {role} sends caches to whoever knows the fleet's secret, and there is none",
-                        f"give --fleet-secret-file FILE, or set {VARIABLE}")  # fmt: skip
 
 
 def _require_peers(tls: Tls | None) -> None:
@@ -252,18 +242,28 @@ def _require_peers(tls: Tls | None) -> None:
                         " --role prefill|decode|mixed")  # fmt: skip
 
 
-def _member(loop: EngineLoop, secret: bytes, host: str, port: int, tls: Tls | None) -> FleetMember | None:
-    """The server as a member of a fleet, if its plan makes it one. Raises :class:`UserError` without a secret."""
+def _join(loop: EngineLoop, engine: Engine | RemoteEngine, options: MemberOptions) -> Transfers | None:
+    """Make the server a member of a fleet, if its plan makes it one → the exchange of caches, where that is not in the
+    engine's own process. Raises :class:`UserError` without a secret."""
+    from ridgeline.serve.remote_engine import RemoteEngine
     from ridgeline.serve.transfer.member import FleetMember
 
-    role = loop.engine.role
-    if not role:
-        _require_peers(tls)
+    if not engine.role:
+        _require_peers(options.tls)
         return None
-    _require_secret(role, secret)
-    loop.member = FleetMember(loop, role, secret, host, port, say, tls)
-    say(f"{role}: caches of prompts on port {loop.member.port}")
-    return loop.member
+    if isinstance(engine, RemoteEngine):
+        transfers, port, fingerprint = None, engine.transfer_port, engine.fingerprint
+    else:
+        from ridgeline.serve.transfer.transfers import Transfers
+
+        transfers = Transfers(
+            engine, options, loop.post, loop.metrics.registry, lambda: loop.draining,
+            lambda: loop.failure is None and loop.step_age <= options.stall,
+        )  # fmt: skip
+        port, fingerprint = transfers.port, transfers.fingerprint
+    loop.member = FleetMember(loop, engine.role, options.secret, port, fingerprint)
+    say(f"{engine.role}: caches of prompts on port {port}")
+    return transfers
 
 
 def _keys(kind: str, given: list[str] | None) -> list[str]:

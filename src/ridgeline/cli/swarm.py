@@ -169,7 +169,7 @@ def generate(
     import sys
     import time
 
-    from ridgeline.data.batches import load_tokenizer
+    from ridgeline.data.tokenizer import load_tokenizer
     from ridgeline.serve.build_engine import ends_of
     from ridgeline.serve.detokenize import Vocabulary
     from ridgeline.swarm.session import generate as tokens_of

@@ -26,7 +26,7 @@ def web(
         require_package(package)
     import uvicorn
 
-    from ridgeline.serve.server import loopback
+    from ridgeline.serve.address import loopback
     from ridgeline.spec.errors import UserError
     from ridgeline.web.app import create_app
     from ridgeline.web.guard import hosts_of

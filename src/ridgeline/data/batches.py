@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ridgeline.data.text import documents
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
 
@@ -85,18 +86,6 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def load_tokenizer(path: str) -> Tokenizer:
-    """A ``tokenizer.json``, or the one in a checkpoint directory. Raises :class:`UserError` when it is not one."""
-    file = Path(path)
-    file = file / "tokenizer.json" if file.is_dir() else file
-    if not file.is_file():
-        raise UserError(f"no tokenizer at {path}", "give a tokenizer.json or a directory that holds one")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as e:
-        raise UserError(f"{file} is not a tokenizer: {str(e).splitlines()[0]}") from None
 
 
 def own_tokenizer(checkpoint: str | None) -> str | None:

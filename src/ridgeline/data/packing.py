@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from ridgeline.data.batches import END, IGNORE, Batch, load_tokenizer, permutation
+from ridgeline.data.batches import END, IGNORE, Batch, permutation
 from ridgeline.data.examples import Example, find_template, read_examples, special_tokens, tokenizer_config
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.workload import FineTune
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ridgeline.compress.calibration import windows_of
-from ridgeline.data.batches import MAX_BYTES, load_tokenizer, own_tokenizer, token_ids
+from ridgeline.data.batches import MAX_BYTES, own_tokenizer, token_ids
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.jobs.job import EvaluateOptions, Progress, RankContext
 from ridgeline.measure.cells.generation_cell import generation_times
 from ridgeline.measure.environment import fingerprint

@@ -6,7 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from ridgeline.data.batches import END, load_tokenizer
+from ridgeline.data.batches import END
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.spec.errors import UserError
 
 

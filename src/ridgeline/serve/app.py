@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import ridgeline
+from ridgeline.serve.address import path_prefix
 from ridgeline.serve.bodies import WrongBody, body_route
 from ridgeline.serve.http import Gate, Json, Keys, error_body, refusal
 from ridgeline.serve.output_stream import Failed
@@ -82,14 +83,6 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"],
                            expose_headers=["x-request-id", "retry-after"])  # fmt: skip
     return app
-
-
-def path_prefix(root_path: str) -> str:
-    """A prefix of paths without a slash at its end. Raises :class:`UserError` for one without one at its beginning."""
-    root_path = root_path.rstrip("/")
-    if root_path and not root_path.startswith("/"):
-        raise UserError(f"--root-path {root_path!r} does not begin with a slash", f"give /{root_path}")
-    return root_path
 
 
 def _errors(app: FastAPI) -> None:

@@ -58,7 +58,7 @@ class EngineLoop:
         self.failure: Exception | None = None
         self.draining = False
         self.member: FleetMember | None = None
-        """Sends and receives the caches of prompts, where the server does."""
+        """Where the server exchanges the caches of prompts with others."""
         self.on_failure: Callable[[], None] = lambda: None
         self.rebuild: Callable[[], Engine] | None = None
         """Makes the engine again, after it slept; None: it cannot sleep."""
@@ -199,6 +199,10 @@ class EngineLoop:
             raise Failed("the engine has stopped")
         self.post(call)
         return await answer
+
+    async def engine_metrics(self) -> bytes:
+        """What is counted in the engine's own process, as Prometheus reads it."""
+        return b""
 
     async def sleep(self) -> None:
         """Free the weights and the pool, until :meth:`wake`. Raises :class:`Busy` while requests are served, and

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from ridgeline.serve.detokenize import Vocabulary
     from ridgeline.serve.engine import Engine
+    from ridgeline.serve.transfer.member import MemberOptions
+    from ridgeline.serve.transfer.transfers import Transfers
 
 _HEAD = struct.Struct("<IB")
 
@@ -39,11 +41,13 @@ class Kind(IntEnum):
     ABORT = 4
     FINISH = 5
     CALL = 6
-    STOP = 7
-    READY = 8
-    REFUSED = 9
-    REPORT = 10
-    ANSWER = 11
+    DRAIN = 7
+    STOP = 8
+    READY = 9
+    REFUSED = 10
+    REPORT = 11
+    ANSWER = 12
+    FAILED = 13
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Job:
     """Makes the engine; again after it slept."""
     within: Callable[[], AbstractContextManager[None]]
     """What it serves within."""
+    member: MemberOptions | None
+    """How it exchanges caches with other servers, where its plan does."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +77,20 @@ class Facts:
     adapters: bool
     """Whether it serves adapters."""
     stats: Stats
+    role: str
+    transfer_port: int
+    """On which other servers fetch caches; 0: on none."""
+    fingerprint: str
+    """What they must have in common with it."""
 
     @classmethod
-    def of(cls, engine: Engine) -> Facts:
+    def of(cls, engine: Engine, transfers: Transfers | None) -> Facts:
         """Those of ``engine``."""
         blocks = engine.blocks
+        port, fingerprint = (transfers.port, transfers.fingerprint) if transfers is not None else (0, "")
         return cls(engine.spec, engine.eos, engine.max_model_len, blocks.count, blocks.size, engine.limits,
-                   engine.scheduler.order is not None, engine.adapters is not None, engine.stats())  # fmt: skip
+                   engine.scheduler.order is not None, engine.adapters is not None, engine.stats(), engine.role, port,
+                   fingerprint)  # fmt: skip
 
 
 def framed(kind: Kind, contents: bytes) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import pickle
 import signal
@@ -16,6 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +30,11 @@ from ridgeline.serve.step_report import StepReport, pack
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from ridgeline.serve.detokenize import Vocabulary
     from ridgeline.serve.engine import Engine
+    from ridgeline.serve.transfer.transfers import Transfers
 
 log = logging.getLogger("ridgeline.serve")
 READ = 1 << 20
@@ -46,12 +52,17 @@ class EngineProcess:
 
     def __init__(self, server: socket.socket) -> None:
         self._server, self._frames = server, Frames()
-        self._inbox: deque[tuple[Kind, Any]] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stop = False
         self._engine: Engine | None = None
         """None: it is loading, or sleeps."""
-        self._serves = False
+        self._transfers: Transfers | None = None
+        self._registry: CollectorRegistry | None = None
+        """Of what is transferred."""
+        self._serves = self._draining = False
+        self._began: float | None = None
+        """When the running step began."""
         self._handled = 0
         self._waiting: list[str] = []
         """Requests that have not been scheduled."""
@@ -63,32 +74,58 @@ class EngineProcess:
         messages = self._messages()
         _, contents = next(messages)
         job: Job = pickle.loads(contents)
-        threading.Thread(target=self._read, args=(messages,), name="commands", daemon=True).start()
+        threading.Thread(target=self._read, args=(job, messages), name="commands", daemon=True).start()
         try:
             self._build(job)
+            self._exchange(job)
         except UserError as e:
             self._send(Kind.REFUSED, pickle.dumps(e))
             return 2
         assert self._engine is not None
         self._serves = True
-        self._send(Kind.READY, pickle.dumps(Facts.of(self._engine)))
+        self._send(Kind.READY, pickle.dumps(Facts.of(self._engine, self._transfers)))
         try:
             with job.within():
-                while self._turn(job):
+                while self._turn():
                     pass
         except _Gone:
             pass
-        except Exception:
+        except Exception as e:
             log.exception("the engine failed")
+            self._send(Kind.FAILED, f"{type(e).__name__}: {e}".encode())  # at once: the rest may take a while
             return 1
-        if self._engine is not None:
-            self._engine.close()
+        finally:
+            if self._transfers is not None:
+                self._transfers.close()
+            if self._engine is not None:
+                self._engine.close()
         return 0
 
     def _build(self, job: Job) -> None:
         self._engine = job.build()
         # The queue is bounded by the server.
         self._engine.limits.max_waiting = self._engine.limits.max_waiting_tokens = None
+
+    def _exchange(self, job: Job) -> None:
+        """Exchange caches with other servers, if the engine does."""
+        engine, options = self._engine, job.member
+        if engine is None or not engine.role or options is None:
+            return
+        from prometheus_client import CollectorRegistry
+
+        from ridgeline.serve.transfer.transfers import Transfers
+
+        def alive() -> bool:
+            return time.monotonic() - (self._began or math.inf) <= options.stall
+
+        self._registry = CollectorRegistry()
+        self._transfers = Transfers(engine, options, self._post, self._registry, lambda: self._draining, alive)
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """Have the engine's thread make a call between two steps; from any thread."""
+        with self._wake:
+            self._inbox.append(call)
+            self._wake.notify()
 
     # ---- what the server asks ----------------------------------------------------------------------------------------
 
@@ -103,7 +140,7 @@ class EngineProcess:
                 return
             yield from self._frames.feed(data)
 
-    def _read(self, messages: Any) -> None:
+    def _read(self, job: Job, messages: Any) -> None:
         vocabulary: Vocabulary | None = None
         grammars: Grammars | None = None
         for kind, contents in messages:
@@ -114,9 +151,7 @@ class EngineProcess:
                 grammars = Grammars(vocabulary, ends)
                 continue
             value = unpack_request(contents, vocabulary, grammars) if kind is Kind.ADD else pickle.loads(contents)
-            with self._wake:
-                self._inbox.append((kind, value))
-                self._wake.notify()
+            self._post(partial(self._carry_out, job, kind, value))
         if not self._serves:
             os._exit(1)  # nothing else ends what is loading
         with self._wake:
@@ -125,21 +160,21 @@ class EngineProcess:
         time.sleep(LAST)
         os._exit(1)  # nothing else ends a step that hangs
 
-    def _commands(self, job: Job) -> None:
-        """Carry out what has been asked."""
-        while self._inbox:
-            kind, value = self._inbox.popleft()
-            self._handled += 1
-            if kind is Kind.CALL:
-                self._answer(job, *value)
-            elif self._engine is None:
-                continue
-            elif kind is Kind.ADD:
-                self._add(value)
-            elif kind is Kind.ABORT:
-                self._engine.abort(value)
-            elif kind is Kind.FINISH:
-                self._engine.finish(*value)
+    def _carry_out(self, job: Job, kind: Kind, value: Any) -> None:
+        """What has been asked, on the engine's thread."""
+        self._handled += 1
+        if kind is Kind.CALL:
+            self._answer(job, *value)
+        elif kind is Kind.DRAIN:
+            self._draining = True
+        elif self._engine is None:
+            return
+        elif kind is Kind.ADD:
+            self._add(value)
+        elif kind is Kind.ABORT:
+            self._engine.abort(value)
+        elif kind is Kind.FINISH:
+            self._engine.finish(*value)
 
     def _add(self, request: EngineRequest | Unreadable) -> None:
         assert self._engine is not None
@@ -184,7 +219,12 @@ class EngineProcess:
     def _call_rebuild(self, job: Job) -> Facts:
         if self._engine is None:
             self._build(job)
-        return Facts.of(self._awake())
+        return Facts.of(self._awake(), self._transfers)
+
+    def _call_transfer_metrics(self, _: Job) -> bytes:
+        from prometheus_client import generate_latest
+
+        return b"" if self._registry is None else generate_latest(self._registry)
 
     def _awake(self) -> Engine:
         if self._engine is None:
@@ -193,14 +233,15 @@ class EngineProcess:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _turn(self, job: Job) -> bool:
+    def _turn(self) -> bool:
         """Wait for something to do, and do it → whether to go on."""
         with self._wake:
             while not self._inbox and not self._stop and (self._engine is None or not self._engine.has_work()):
                 self._wake.wait()
             if self._stop:
                 return False
-        self._commands(job)
+        while self._inbox:
+            self._inbox.popleft()()
         if self._engine is not None:
             self._send(Kind.REPORT, pack(self._step(self._engine)))
         return True
@@ -209,13 +250,16 @@ class EngineProcess:
         events, self._lost = self._lost, []
         began, seconds, started = time.monotonic(), 0.0, list[str]()
         if engine.has_work():
+            self._began = began
             events += engine.step()
+            self._began = None
             seconds = time.monotonic() - began
             if self._waiting:
                 started = [request for request in self._waiting if engine.started(request)]
                 left = set(self._waiting).difference(started)
                 self._waiting = [request for request in self._waiting if request in left and request in engine.groups]
-        return StepReport(events, engine.stats(), began, seconds, started, self._handled, engine.has_work())
+        exporting = engine.exports is not None and bool(engine.exports.open)
+        return StepReport(events, engine.stats(), began, seconds, started, self._handled, engine.has_work(), exporting)
 
     def _send(self, kind: Kind, contents: bytes) -> None:
         try:

@@ -6,7 +6,9 @@ sends it. What finds a stop string here ends the output there; the tokens that i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
 import pickle
 import selectors
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.engine_messages import Facts, Frames, Job, Kind, framed, pack_request
+from ridgeline.serve.output_stream import Failed
 from ridgeline.serve.request import EngineRequest, Stats, check_served
 from ridgeline.serve.step_report import StepReport, unpack
 from ridgeline.spec.errors import UserError
@@ -33,8 +36,12 @@ if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine
     from ridgeline.serve.metrics import Metrics
     from ridgeline.serve.queue_limits import QueueLimits
+    from ridgeline.serve.transfer.member import MemberOptions
 
+log = logging.getLogger("ridgeline.serve")
 _READ = 1 << 20
+_METRICS = 5.0
+"""Seconds to wait for what the engine counts."""
 _CLOSE = 10.0
 """Seconds that the process has to end."""
 
@@ -55,14 +62,12 @@ class RemoteEngine:
     """Starts the process; :meth:`wait_ready` waits until it has loaded the model. Methods are for one thread at a time,
     but for :meth:`rouse` and :attr:`age`."""
 
-    role = ""
-    exports = imports = None
-
     def __init__(
-        self, build: Callable[[], Engine], within: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+        self, build: Callable[[], Engine], within: Callable[[], AbstractContextManager[None]] = nullcontext,
+        member: MemberOptions | None = None,
+    ) -> None:  # fmt: skip
         """``build`` makes the engine there, and again after it slept, and it serves ``within`` a context: both go by
-        their names."""
+        their names. ``member``: how it exchanges caches with other servers, where its plan does."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -83,13 +88,17 @@ class RemoteEngine:
         self._busy = False
         self._since: float | None = None
         """When the engine last said something, while it has something to do."""
+        self._patient = False
+        """Whether it loads something now, which may take long."""
+        self.exporting = False
+        """Whether it computes prompts for other servers."""
         self._lost = False
         self._closed = False
         self._has_vocabulary = False
         self.vocabulary: Vocabulary | None = None
         """What grammars and stop strings are about."""
         self._adapters: set[str] = set()
-        self._socket.sendall(framed(Kind.JOB, pickle.dumps(Job(build, within))))
+        self._socket.sendall(framed(Kind.JOB, pickle.dumps(Job(build, within, member))))
 
     # ---- its start and end -------------------------------------------------------------------------------------------
 
@@ -121,6 +130,7 @@ class RemoteEngine:
         self.blocks, self.limits = Pool(facts.blocks, facts.block_size), facts.limits
         self.adapters = self._adapters if facts.adapters else None
         self._ordered, self._stats = facts.ordered, facts.stats
+        self.role, self.transfer_port, self.fingerprint = facts.role, facts.transfer_port, facts.fingerprint
 
     def close(self, seconds: float = _CLOSE) -> bool:
         """End the process → whether it ended by itself within ``seconds``."""
@@ -136,6 +146,8 @@ class RemoteEngine:
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
+            if seconds:
+                log.error("the engine hangs in a step: killed")
             self.process.kill()
             self.process.wait()
             return False
@@ -162,6 +174,10 @@ class RemoteEngine:
         """End one output: its reader has found that the text is complete."""
         self._ask(Kind.FINISH, pickle.dumps((request_id, index)))
 
+    def drain(self) -> None:
+        """Compute no more prompts for other servers."""
+        self._ask(Kind.DRAIN, pickle.dumps(None))
+
     def _ask(self, kind: Kind, contents: bytes) -> None:
         """Send with the next :meth:`wait`."""
         self._sent += 1
@@ -171,7 +187,7 @@ class RemoteEngine:
 
     def load_adapter(self, name: str, folder: Path, replace: bool = False) -> None:
         """As :meth:`ridgeline.serve.engine.Engine.load_adapter`."""
-        self._call("load_adapter", name, folder, replace)
+        self._call("load_adapter", name, folder, replace, patient=True)
         self._adapters.add(name)
 
     def unload_adapter(self, name: str) -> None:
@@ -190,16 +206,23 @@ class RemoteEngine:
 
     def rebuild(self) -> RemoteEngine:
         """Make the engine again, after its release. Raises :class:`UserError`, and it sleeps on."""
-        self._take(self._call("rebuild"))
+        self._take(self._call("rebuild", patient=True))
         return self
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def transfer_metrics(self) -> bytes:
+        """What was exchanged with other servers, as Prometheus reads it."""
+        return bytes(self._call("transfer_metrics"))
+
+    def _call(self, name: str, *args: Any, patient: bool = False) -> Any:
         """What a method of the engine returns or raises; between two steps."""
         self._ask(Kind.CALL, pickle.dumps((name, args)))
         self._flush()
-        self._since = None  # it may load for long
-        while not self._answers:
-            self._receive(0)
+        self._patient = patient
+        try:
+            while not self._answers:
+                self._receive(0)
+        finally:
+            self._patient = False
         value, error = self._answers.popleft()
         if error is not None:
             raise error
@@ -221,8 +244,9 @@ class RemoteEngine:
 
     def rouse(self) -> None:
         """End a :meth:`wait`, or the next one at once; from any thread."""
-        with contextlib.suppress(BlockingIOError, OSError):  # it is told already, or closed
-            os.write(self._tell, b".")
+        if not self._closed:
+            with contextlib.suppress(BlockingIOError):  # it is told already
+                os.write(self._tell, b".")
 
     def report(self) -> StepReport | None:
         """The next step that has been reported."""
@@ -240,7 +264,7 @@ class RemoteEngine:
     def age(self) -> float:
         """Seconds for which the engine has said nothing though it has something to do."""
         since = self._since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None or self._patient else time.monotonic() - since
 
     def _flush(self) -> None:
         if not self._outbox:
@@ -254,11 +278,14 @@ class RemoteEngine:
         for kind, contents in self._frames.feed(self._received(flags)):
             if kind is Kind.REPORT:
                 report = unpack(contents)
-                self._handled, self._busy = report.handled, report.busy
+                self._handled, self._busy, self.exporting = report.handled, report.busy, report.exporting
                 self._reports.append(report)
             elif kind is Kind.ANSWER:
                 self._handled, value, error = pickle.loads(contents)
                 self._answers.append((value, error))
+            elif kind is Kind.FAILED:
+                self._lost, self._since = True, None
+                raise EngineLost(contents.decode())
         self._since = time.monotonic() if self._busy or self._sent > self._handled else None
 
     def _received(self, flags: int) -> bytes:
@@ -269,8 +296,7 @@ class RemoteEngine:
             data = b""
         if data:
             return data
-        self._lost = True
-        self._since = None
+        self._lost, self._since = True, None
         try:
             code = self.process.wait(_CLOSE)
         except subprocess.TimeoutExpired:
@@ -291,6 +317,25 @@ class ProcessLoop(EngineLoop):
     def step_age(self) -> float:
         """Seconds that the running step has taken so far."""
         return self._remote.age
+
+    @property
+    def _exporting(self) -> bool:
+        return self._remote.exporting
+
+    async def engine_metrics(self) -> bytes:
+        """As :meth:`EngineLoop.engine_metrics`; nothing where the engine does not answer soon."""
+        if not self._remote.role:
+            return b""
+        try:
+            answer = await asyncio.wait_for(self.ask(lambda _: self._remote.transfer_metrics()), _METRICS)
+        except (asyncio.TimeoutError, EngineLost, Failed):
+            return b""
+        return bytes(answer)
+
+    async def drain(self, seconds: float) -> None:
+        """As :meth:`EngineLoop.drain`."""
+        self.post(self._remote.drain)
+        await super().drain(seconds)
 
     def _rouse(self) -> None:
         self._remote.rouse()

@@ -406,4 +406,5 @@ def state_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """For Prometheus."""
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = metrics.text() + await loop.engine_metrics()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

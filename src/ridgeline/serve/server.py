@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import signal
 import socket
@@ -50,8 +49,8 @@ def make_service(
     tokenizer: str | None = None, template: str | None = None, options: Options = Options(),
 ) -> Service:  # fmt: skip
     """The engine of ``checkpoint`` with its tokenizer and chat template. Raises :class:`UserError`."""
-    from ridgeline.data.batches import load_tokenizer
     from ridgeline.data.examples import find_template, special_tokens
+    from ridgeline.data.tokenizer import load_tokenizer
 
     options.check()
     spec = engine.spec
@@ -163,11 +162,3 @@ def serve(
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

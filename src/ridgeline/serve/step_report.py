@@ -19,7 +19,7 @@ from ridgeline.serve.request import Finish, OutputEvent, Stats, TokenLogprob
 _FINISHES: tuple[Finish | None, ...] = (None, "stop", "length", "abort", "error", "tool_calls")
 _CODES = {finish: i for i, finish in enumerate(_FINISHES)}
 _COUNTERS = tuple(f.name for f in fields(Stats))
-_HEAD = struct.Struct(f"<q?dd7q{len(_COUNTERS)}q")
+_HEAD = struct.Struct(f"<q??dd7q{len(_COUNTERS)}q")
 _COLUMNS = 7
 """Of an event: which output, tokens, log-probabilities (-1: not wanted), finish, stop token (-1: none), cached tokens,
 preemptions."""
@@ -43,6 +43,8 @@ class StepReport:
     """Commands that the engine's process has carried out so far."""
     busy: bool = False
     """Whether the engine has more to do."""
+    exporting: bool = False
+    """Whether it computes prompts for other servers."""
 
 
 def pack(report: StepReport) -> bytes:
@@ -65,19 +67,17 @@ def pack(report: StepReport) -> bytes:
     logprobs.extend(logprob for entry in entries for _, logprob in entry.top)
     names = "\0".join(e.request for e in events).encode()
     started = "\0".join(report.started).encode()
-    s = report.stats
-    head = _HEAD.pack(report.handled, report.busy, report.began, report.seconds, len(events), len(names), len(started),
-                      len(tokens), len(entries), len(numbers), len(logprobs),
-                      *(getattr(s, name) for name in _COUNTERS))  # fmt: skip
+    r, counters = report, (getattr(report.stats, name) for name in _COUNTERS)
+    head = _HEAD.pack(r.handled, r.busy, r.exporting, r.began, r.seconds, len(events), len(names), len(started),
+                      len(tokens), len(entries), len(numbers), len(logprobs), *counters)  # fmt: skip
     parts = (names, started, array("q", columns), tokens, numbers, logprobs, pickle.dumps(rare) if rare else b"")
     return head + b"".join(parts)
 
 
 def unpack(message: bytes) -> StepReport:
     """The report of a message."""
-    handled, busy, began, seconds, count, named, begun, n, entries, numbers, floats, *counters = _HEAD.unpack_from(
-        message
-    )
+    head = _HEAD.unpack_from(message)
+    handled, busy, exporting, began, seconds, count, named, begun, n, entries, numbers, floats, *counters = head
     at = _HEAD.size
 
     def text(size: int) -> list[str]:
@@ -108,7 +108,7 @@ def unpack(message: bytes) -> StepReport:
         for i, values in pickle.loads(message[at:]).items():
             for name, value in values.items():
                 setattr(events[i], name, value)
-    return StepReport(events, Stats(*counters), began, seconds, started, handled, busy)
+    return StepReport(events, Stats(*counters), began, seconds, started, handled, busy, exporting)
 
 
 def _entries(numbers: list[int], logprobs: list[float], count: int) -> list[TokenLogprob]:

@@ -169,7 +169,7 @@ def _vocabulary(engine: Engine, checkpoint: str | None) -> Vocabulary:
     """The checkpoint's tokenizer; without one, a word for every token, so that each is text of its own."""
     size = engine.spec.vocab_size
     if checkpoint and (Path(checkpoint) / "tokenizer.json").is_file():
-        from ridgeline.data.batches import load_tokenizer
+        from ridgeline.data.tokenizer import load_tokenizer
 
         return Vocabulary(load_tokenizer(checkpoint), size)
     return Vocabulary(Tokenizer(WordLevel({str(i): i for i in range(size)}, unk_token="0")), size)

@@ -64,7 +64,7 @@ def make_prompts(
     Different ``run`` numbers give different prompts."""
     known = None
     if tokenizer:
-        from ridgeline.data.batches import load_tokenizer
+        from ridgeline.data.tokenizer import load_tokenizer
 
         known = load_tokenizer(tokenizer)
     if api == "completions" and data is None:

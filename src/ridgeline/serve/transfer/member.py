@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.detokenize import ServeJob
-from ridgeline.serve.engine_loop import EngineLoop
-from ridgeline.serve.transfer.client import PrefillClient
-from ridgeline.serve.transfer.counts import TransferCounts
 from ridgeline.serve.transfer.secret import verified
-from ridgeline.serve.transfer.server import PrefillServer
 from ridgeline.serve.transfer.tls import Tls
+
+if TYPE_CHECKING:
+    from ridgeline.serve.engine_loop import EngineLoop
+
+
+@dataclass(frozen=True)
+class MemberOptions:
+    """How an engine exchanges caches."""
+
+    secret: bytes
+    host: str
+    port: int
+    """On which other servers fetch caches; 0: any."""
+    tls: Tls | None
+    say: Callable[[str], None]
+    """Gets a line for each peer that is refused or lost."""
+    stall: float
+    """Seconds that a step may take before others do not wait for it."""
 
 
 class FleetMember:
-    """Computes prompts for other servers, and has others compute prompts for it, whatever its ``role``: that is where
-    the router prefers to use it."""
+    """What a router sees of it, whatever its ``role``: that is where the router prefers to use it."""
 
-    def __init__(
-        self, loop: EngineLoop, role: str, secret: bytes, host: str, port: int, say: Callable[[str], None],
-        tls: Tls | None = None,
-    ) -> None:  # fmt: skip
-        """Listens at once. Raises :class:`UserError` for a taken ``port`` (0: any)."""
-        engine = loop.engine
-        assert engine.exports is not None
-        assert engine.imports is not None
-        self.role, self._secret, self._loop = role, secret, loop
-        self.fingerprint = engine.fingerprint()
-        counts = TransferCounts(loop.metrics.registry)
-        own, other = (tls.listening(mutual=True), tls.connecting(named=False)) if tls else (None, None)
-        self.server = PrefillServer(engine, engine.exports, loop.post, secret, self.fingerprint, counts, say, own)
-        self.server.draining = lambda: loop.draining
-        self.server.alive = lambda: loop.failure is None and loop.step_age <= loop.limits.stall
-        self.port = self.server.listen(host, port)
-        self.client = PrefillClient(engine.imports, loop.post, secret, self.fingerprint, counts, say, other)
+    def __init__(self, loop: EngineLoop, role: str, secret: bytes, port: int, fingerprint: str) -> None:
+        """``port``: on which its engine listens; ``fingerprint``: what others must have in common with it."""
+        self.role, self.port, self.fingerprint = role, port, fingerprint
+        self._secret, self._loop = secret, loop
 
     def assign(self, jobs: Iterable[ServeJob], header: str | None) -> None:
         """Have the prompts of ``jobs`` computed where a router's ``header`` says; one without a valid signature says
@@ -53,8 +53,3 @@ class FleetMember:
             "queued_tokens": stats.pending_prompt_tokens, "most_tokens": limits.max_num_batched_tokens,
             "sequences": stats.waiting + stats.running, "most_sequences": limits.max_num_seqs,
         }  # fmt: skip
-
-    def close(self) -> None:
-        """Close all connections."""
-        self.client.close()
-        self.server.close()

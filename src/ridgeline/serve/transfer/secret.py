@@ -32,6 +32,13 @@ def read_secret(file: Path | None, variable: str | None) -> bytes:
     return secret
 
 
+def require_secret(role: str, secret: bytes) -> None:
+    """Raise :class:`UserError` for an empty secret."""
+    if not secret:
+        raise UserError(f"a server of role {role} sends caches to whoever knows the fleet's secret, and there is none",
+                        f"give --fleet-secret-file FILE, or set {VARIABLE}")  # fmt: skip
+
+
 def derive(secret: bytes, *parts: bytes) -> bytes:
     """A key for one purpose, from the shared secret."""
     return hmac.digest(secret, b"\0".join(hashlib.sha256(p).digest() for p in parts), "sha256")

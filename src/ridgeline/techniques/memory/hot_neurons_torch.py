@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.data.batches import load_tokenizer, own_tokenizer, token_ids
+from ridgeline.data.batches import own_tokenizer, token_ids
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.nn.checkpoint.checkpoint import Reader
 from ridgeline.nn.memory.meter import return_freed_memory
 from ridgeline.nn.memory.tiered_store import mark_host

@@ -1,0 +1,21 @@
+"""A checkpoint's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from ridgeline.spec.errors import UserError
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """A ``tokenizer.json``, or the one in a checkpoint directory. Raises :class:`UserError` when it is not one."""
+    file = Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise UserError(f"no tokenizer at {path}", "give a tokenizer.json or a directory that holds one")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as e:
+        raise UserError(f"{file} is not a tokenizer: {str(e).splitlines()[0]}") from None
