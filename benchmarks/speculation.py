@@ -295,7 +295,8 @@ def run(text: Path, work: Path, minutes: tuple[float, float], rounds: int) -> di
         for name, told in rows[str(batch)].items():
             tell(batch, name, told)
     plans = {name: call.replace(str(head), "HEAD") for name, call in calls.items()}
-    return {"environment": {**fingerprint(), "threads": torch.get_num_threads()}, "parameters": model.spec.num_parameters, "training": training,
+    environment = {**fingerprint(), "threads": torch.get_num_threads()}
+    return {"environment": environment, "parameters": model.spec.num_parameters, "training": training,
             "plans": plans, "prompt": PROMPT, "output": OUTPUT, "rounds": rounds, "batches": rows}  # fmt: skip
 
 
