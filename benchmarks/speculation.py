@@ -60,8 +60,8 @@ def variants(head: Path) -> dict[str, str]:
     return {
         "plain": "",
         "ngram": "speculative:tokens=4",
-        "chain": f"speculative:draft={head},tokens=3",
-        "tree": f"speculative:draft={head},tokens=4,branches=3,nodes=10",
+        "chain": f"speculative:draft={head},tokens=4",
+        "tree": f"speculative:draft={head},tokens=3,branches=2,nodes=6",
     }
 
 
