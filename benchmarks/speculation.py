@@ -3,7 +3,7 @@
     python benchmarks/speculation.py TEXT [--minutes 4 2] [--json benchmarks/results/speculation.json]
     python benchmarks/speculation.py TEXT --work DIR          # keeps what was trained, and goes on from it
 
-A llama of 10 million parameters (speculation.toml) is trained on the text in the file TEXT, all but its end, for the
+A llama of 14 million parameters (speculation.toml) is trained on the text in the file TEXT, all but its end, for the
 first number of minutes, then a draft head for it (`eagle`) for the second. Prompts come from the end of the text,
 outputs are greedy. Variants: ``plain``; ``ngram``, drafts from the text so far; ``chain`` and ``tree``, drafts by the
 head; all with drafts in every step, whether they pay or not. They take turns in every round, so that a disturbance hits
@@ -11,8 +11,9 @@ all of them; ratios are of each round, their median with the smallest and larges
 sequences decode are timed.
 
 ``kept``: tokens of a sequence per pass of the model. ``acceptance``: the probability for a drafted level that gives as
-many (arXiv:2211.17192, equation 1), from which ``predicted`` follows, after a probe in this process. ``parts``: where
-the time of a pass of the head's variants goes, in passes of ``plain``.
+many (arXiv:2211.17192, equation 1), from which ``predicted`` follows, after a probe in this process: 1 where drafts do
+not pay, as they are left out then. ``parts``: where the time of a pass of the head's variants goes, in passes of
+``plain``.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def variants(head: Path) -> dict[str, str]:
     return {
         "plain": "",
         "ngram": "speculative:tokens=4",
-        "chain": f"speculative:draft={head},tokens=3",
-        "tree": f"speculative:draft={head},tokens=4,branches=3,nodes=10",
+        "chain": f"speculative:draft={head},tokens=4",
+        "tree": f"speculative:draft={head},tokens=3,branches=2,nodes=6",
     }
 
 
@@ -294,7 +295,8 @@ def run(text: Path, work: Path, minutes: tuple[float, float], rounds: int) -> di
         for name, told in rows[str(batch)].items():
             tell(batch, name, told)
     plans = {name: call.replace(str(head), "HEAD") for name, call in calls.items()}
-    return {"environment": fingerprint(), "parameters": model.spec.num_parameters, "training": training,
+    environment = {**fingerprint(), "threads": torch.get_num_threads()}
+    return {"environment": environment, "parameters": model.spec.num_parameters, "training": training,
             "plans": plans, "prompt": PROMPT, "output": OUTPUT, "rounds": rounds, "batches": rows}  # fmt: skip
 
 
