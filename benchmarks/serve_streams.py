@@ -159,9 +159,9 @@ def main() -> None:
                     r = row[way]
                     print(f"; {way} {r['step']['median']:.2f} (engine {r['engine']['median']:.2f}, text"
                           f" {r['text']['median']:.2f}, http {r['http']['median']:.2f})", end="")  # fmt: skip
-                for name in ("async over sync", "process over sync"):
-                    ratio = row[name]
-                    print(f"; {name} {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]", end="")
+                for ratios in ("async over sync", "process over sync"):
+                    ratio = row[ratios]
+                    print(f"; {ratios} {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]", end="")
                 print(flush=True)
     result = {"environment": {**fingerprint(), "load": load_average()}, "unit": "milliseconds", "rows": rows}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

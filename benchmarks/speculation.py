@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from ridgeline import catalog, experiments
-from ridgeline.data.batches import load_tokenizer
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.jobs.job import ProbeOptions, RankContext, TrainOptions
 from ridgeline.jobs.malloc import keep_freed_memory
 from ridgeline.measure.environment import fingerprint
