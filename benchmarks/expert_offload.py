@@ -33,7 +33,7 @@ from ridgeline.measure.probing.disk import file_rate
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.predict import predict
 from ridgeline.runtime.train_build import Build
-from ridgeline.spec.device import Cluster
+from ridgeline.spec.device import Cluster, Link
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import resolve
 
@@ -102,11 +102,15 @@ def speed(checkpoint: Path, texts: list[torch.Tensor], rounds: int) -> dict[str,
     seconds: dict[str, list[float]] = {name: [] for name in plans}
     for run in runs.values():
         decoded(run, texts[0])
+    file = max(checkpoint.glob("*.safetensors"), key=lambda f: f.stat().st_size)
+    links = [file_rate(file)]
     for _ in range(rounds):
         for t in texts:
             for name, run in runs.items():
                 seconds[name].append(statistics.fmean(decoded(run, t)[1]))
-    disk = file_rate(max(checkpoint.glob("*.safetensors"), key=lambda f: f.stat().st_size))
+        links.append(file_rate(file))
+    disk = Link(name="disk", bandwidth=statistics.median(link.bandwidth for link in links),
+                latency=statistics.median(link.latency for link in links), source=links[0].source)  # fmt: skip
     local = catalog.cluster("local")
     cluster = local.model_copy(update={"device": local.device.model_copy(update={"disk": disk})})
     rows = []

@@ -3,7 +3,7 @@
     python benchmarks/speculation.py TEXT [--minutes 4 2] [--json benchmarks/results/speculation.json]
     python benchmarks/speculation.py TEXT --work DIR          # keeps what was trained, and goes on from it
 
-A llama of 10 million parameters (speculation.toml) is trained on the text in the file TEXT, all but its end, for the
+A llama of 14 million parameters (speculation.toml) is trained on the text in the file TEXT, all but its end, for the
 first number of minutes, then a draft head for it (`eagle`) for the second. Prompts come from the end of the text,
 outputs are greedy. Variants: ``plain``; ``ngram``, drafts from the text so far; ``chain`` and ``tree``, drafts by the
 head; all with drafts in every step, whether they pay or not. They take turns in every round, so that a disturbance hits
@@ -11,8 +11,9 @@ all of them; ratios are of each round, their median with the smallest and larges
 sequences decode are timed.
 
 ``kept``: tokens of a sequence per pass of the model. ``acceptance``: the probability for a drafted level that gives as
-many (arXiv:2211.17192, equation 1), from which ``predicted`` follows, after a probe in this process. ``parts``: where
-the time of a pass of the head's variants goes, in passes of ``plain``.
+many (arXiv:2211.17192, equation 1), from which ``predicted`` follows, after a probe in this process: 1 where drafts do
+not pay, as they are left out then. ``parts``: where the time of a pass of the head's variants goes, in passes of
+``plain``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from ridgeline.spec.workload import Serve
 from ridgeline.train.training_loop import train
 
 BATCHES = (1, 2, 4, 8)
-PROMPT, OUTPUT = 48, 96
+PROMPT, OUTPUT = 32, 64
 HELD_OUT = 20_000
 """Characters at the end of the text that prompts come from."""
 RUN = RankContext(torch.device("cpu"), 0, 1, lambda message: None)
@@ -59,8 +60,8 @@ def variants(head: Path) -> dict[str, str]:
     return {
         "plain": "",
         "ngram": "speculative:tokens=4",
-        "chain": f"speculative:draft={head},tokens=3",
-        "tree": f"speculative:draft={head},tokens=4,branches=3,nodes=10",
+        "chain": f"speculative:draft={head},tokens=4",
+        "tree": f"speculative:draft={head},tokens=3,branches=2,nodes=6",
     }
 
 
@@ -94,8 +95,7 @@ def _train(e: Experiment, folder: Path) -> dict[str, Any]:
         done = train(e, TrainOptions(out=kept, export=str(folder)), RUN)
     losses = done["losses"]
     return {"steps": done["step"], "seconds": time.perf_counter() - start, "first_loss": losses[0],
-            "last_loss": statistics.fmean(losses[-20:]),
-            "tokens_per_step": e.batch_size * e.training.seq_len}  # fmt: skip
+            "last_loss": statistics.fmean(losses[-20:]), "step_tokens": e.batch_size * e.training.seq_len}  # fmt: skip
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -210,7 +210,8 @@ def spread(values: list[float]) -> dict[str, float]:
 def row(found: dict[str, Variant], calls: dict[str, str], base: Path, model: Transformer, device: Device,
         batch: int) -> dict[str, Any]:  # fmt: skip
     """What one batch gave."""
-    plain, out = found["plain"], {}
+    plain = found["plain"]
+    out: dict[str, Any] = {}
     load = {"engine": "ridgeline", "concurrency": batch, "requests": 2 * batch}
 
     def predicted(call: str) -> float:
@@ -236,6 +237,19 @@ def row(found: dict[str, Variant], calls: dict[str, str], base: Path, model: Tra
     return out
 
 
+def tell(batch: int, name: str, told: dict[str, Any]) -> None:
+    """One row of the results, in a line."""
+    line = f"batch {batch} {name:6} {told['tokens_per_s']['median']:7.1f} tokens/s"
+    if "speedup" in told:
+        ratio, parts = told["speedup"], told["parts"]
+        line += (
+            f"  {ratio['median']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}], predicted {told['predicted']:.2f}x"
+        )
+        line += f"  {told['kept']:.2f} tokens a pass, acceptance {told['acceptance']:.2f}"
+        line += f"  drafting {parts['drafting']:.2f}, checking {parts['checking']:.2f} passes"
+    print(line, flush=True)
+
+
 def main() -> None:
     """Train, measure, predict, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -251,7 +265,6 @@ def main() -> None:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         result = run(args.text, work, args.minutes, args.rounds)
-    print(json.dumps(result, indent=1))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
@@ -272,14 +285,18 @@ def run(text: Path, work: Path, minutes: tuple[float, float], rounds: int) -> di
     model = load_checkpoint(base).requires_grad_(False)
     ids = load_tokenizer(str(base)).encode(whole[-HELD_OUT:], add_special_tokens=False).ids
     prompts = [ids[at : at + PROMPT] for at in range(0, max(BATCHES) * 2 * PROMPT, 2 * PROMPT)]
-    device = device_of(probe_rank(ProbeOptions(), RUN))
+    parts = [probe_rank(None, ProbeOptions(quick=True, serving=s), RUN) for s in (False, True)]
+    device = device_of({1: parts[0] | parts[1]})
     calls = variants(head)
     rows = {}
     for batch in BATCHES:
         found = measured(model, base, calls, device, prompts[:batch], rounds)
         rows[str(batch)] = row(found, calls, base, model, device, batch)
+        for name, told in rows[str(batch)].items():
+            tell(batch, name, told)
     plans = {name: call.replace(str(head), "HEAD") for name, call in calls.items()}
-    return {"environment": fingerprint(), "parameters": model.spec.num_parameters, "training": training,
+    environment = {**fingerprint(), "threads": torch.get_num_threads()}
+    return {"environment": environment, "parameters": model.spec.num_parameters, "training": training,
             "plans": plans, "prompt": PROMPT, "output": OUTPUT, "rounds": rounds, "batches": rows}  # fmt: skip
 
 

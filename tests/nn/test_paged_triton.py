@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.nn.interpreter import DEVICE
+from tests.serve.drafts import Oracle, drafted_by
 from tests.serving import ask, engine, greedy, model, run
 
 from ridgeline.nn.kernels.paged_attention import paged_attention
@@ -150,3 +151,16 @@ def test_an_engine_serves_through_it(plan):
         assert got == served(False)
     else:
         assert got == {(str(i), 0): greedy(made, p, 6) for i, p in enumerate(prompts)}
+
+
+def test_an_engine_verifies_trees_through_it():
+    """Each node is a sequence of its own to the kernel, whose pages are single slots."""
+    made = model(dtype=torch.float32, sliding_window=40).to(DEVICE)
+    requests = [ask(str(i), [(7 * i + 3 * j * j) % 300 for j in range(3 + 20 * i)], 5) for i in range(2)]
+    truth = {(r.id, 0): greedy(made, r.prompt, 5) for r in requests}
+    eng = engine(made, "paged_kv:block_size=4")
+    eng.runner.layout.kernel, eng.runner.layout.whole = None, paged_attention
+    eng.runner.layout.write = store_tokens
+    got, _ = run(drafted_by(eng, Oracle(truth, 300, wrong=1)), *requests)
+    assert got == truth
+    assert eng.stats().accepted_tokens > 2

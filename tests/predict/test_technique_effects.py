@@ -9,6 +9,7 @@ from ridgeline.graph import Op
 from ridgeline.graph.graph import changed
 from ridgeline.predict import predict
 from ridgeline.predict.operators.kernel import op_time
+from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.spec.draft_head import CONFIG, FORMAT, head_spec
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.scheduling import Speculation
@@ -81,6 +82,15 @@ def test_a_tree_is_checked_by_as_many_rows_as_it_has_nodes(tmp_path):
     few, many = ((rate(n, "acceptance=0.6"), rate(n, "acceptance=0.75", "branches=4", "nodes=48")) for n in (1, 128))
     assert few[1] > few[0]
     assert many[1] < many[0]
+
+
+def test_the_host_composes_every_level(tmp_path):
+    """Our engine's, once more for each of them."""
+    head = head_of("llama2-7b", tmp_path / "head")
+    load, own = {"engine": "ridgeline"}, find_engine("ridgeline", catalog.device("a100-80g-sxm"))
+    short, long = (metrics([f"speculative:draft={head},acceptance=0.9,tokens={k}"], **load)[0]["tpot_s"] * sum(
+        0.9**i for i in range(k + 1)) for k in (2, 6))  # fmt: skip
+    assert long - short > 4 * (own.iteration_s + own.sequence_s)
 
 
 def test_a_head_takes_room_of_the_cache(tmp_path):

@@ -102,8 +102,12 @@ def test_every_kind_of_model_verifies_trees(name):
     compare(engine(made, max_num_batched_tokens=256), requests, truth_of(made, requests))
 
 
-@pytest.mark.parametrize("plan", [("-paged_kv",), ("-padding_free",), ("-continuous_batching",), ("-chunked_prefill",),
-                                  ("paged_kv:block_size=1",), ("paged_kv:block_size=4",)])  # fmt: skip
+PLANS = [("-paged_kv",), ("-padding_free",), ("-continuous_batching",), ("-chunked_prefill",),
+         ("paged_kv:block_size=1",), ("paged_kv:block_size=4",), ("dynamic_memory",), ("length_aware_memory",),
+         ("multi_adapter",), ("multi_adapter", "-padding_free"), ("kv_offload",)]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS, ids="+".join)
 def test_every_schedule_verifies_trees(llama, plan):
     requests = [ask(k, p, 12) for k, p in PROMPTS.items()]
     compare(engine(llama, *plan, max_num_seqs=4), requests, truth_of(llama, requests))
@@ -265,10 +269,12 @@ def test_a_head_drafts_the_trees_of_its_equations(name, tmp_path):
     assert got == {(r.id, 0): greedy(made, r.prompt, 5) for r in requests}
 
 
-def test_a_head_reads_what_prefixes_forks_and_preemption_leave(llama, tmp_path):
+@pytest.mark.parametrize("more", [(), ("kv_offload",)], ids="+".join)
+def test_a_head_reads_what_prefixes_forks_and_preemption_leave(llama, tmp_path, more):
     """Its drafts are a function of the tokens, wherever its keys come from."""
     head = untrained(llama, tmp_path)
-    eng = always(engine(llama, f"speculative:draft={tmp_path},tokens=3", "paged_kv:block_size=4", **TINY))
+    eng = always(engine(llama, f"speculative:draft={tmp_path},tokens=3", "paged_kv:block_size=4", *more,
+                        **TINY))  # fmt: skip
     source = eng.drafter.propose
 
     def checked(seqs, most):
@@ -283,11 +289,12 @@ def test_a_head_reads_what_prefixes_forks_and_preemption_leave(llama, tmp_path):
     requests = [ask(f"p{i}", [*prefix, i], 20, temperature=0.8, seed=i, n=2) for i in range(3)]
     got, _ = run(eng, *requests)
     assert got == truth_of(llama, requests)
+    run(eng, ask("other", [(5 * i) % 300 for i in range(36)], 8))  # which takes blocks of the prefix
     again, events = run(eng, ask("again", [*prefix, 1, 2], 6))
-    assert events[-1].cached_tokens == 20
+    assert events[-1].cached_tokens == 20 or not more
     assert again["again", 0] == greedy(llama, [*prefix, 1, 2], 6)
     assert eng.stats().preemptions > 0
-    eng.blocks.reset()
+    assert bool(eng.stats().restored_blocks) == bool(more)
 
 
 def test_the_pool_counts_what_a_head_keeps(llama, tmp_path):

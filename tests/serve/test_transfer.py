@@ -10,6 +10,7 @@ from tests.serve.transferring import pair, run, split
 from tests.serving import alone, ask, collect, engine, model
 from tests.serving import run as served
 
+from ridgeline.nn.memory.block_store import BlockStore
 from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
 from ridgeline.serve.transfer import connection as connection_module
 
@@ -106,6 +107,28 @@ def test_what_is_cached_there_is_sent(made):
         assert split(prefill, decode, address, ask("a", PROMPT, 4))["a", 0] == want["first", 0]
         assert prefill.engine.stats().prompt_tokens - before < len(PROMPT) - 64
         assert decode.engine.stats().prompt_tokens == 0
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_what_is_stored_there_is_sent(made, tmp_path, monkeypatch, bad):
+    """The prefill server has the prompt's blocks on disk; of a block whose layer ``bad`` is damaged nothing is sent
+    before it was computed again."""
+    store, restored = f"kv_offload:host=1,disk=8MB,path={tmp_path}", []
+    with pair(made, None, store, kv_cache_bytes=16 * 16 * 512) as (prefill, decode, address):
+        want, _ = served(prefill.engine, ask("first", PROMPT, 4))
+        served(prefill.engine, ask("other", [t + 100 for t in range(90)], 30), ask("third", [*range(200, 290)], 30))
+        read, store = BlockStore._read, prefill.engine.blocks.store
+
+        def reading(self, coming, layer, into):
+            restored.append(layer)
+            return read(self, coming, layer, into) and (layer != bad or coming.block % 2 == 0)
+
+        monkeypatch.setattr(BlockStore, "_read", reading)
+        assert split(prefill, decode, address, ask("a", PROMPT, 4))["a", 0] == want["first", 0]
+        assert set(restored) == {0, 1}
+        assert store.restored > 0
+        prefill.idle()
+        decode.idle()
 
 
 def test_more_than_the_pool_holds(made):

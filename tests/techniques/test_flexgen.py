@@ -167,8 +167,10 @@ def test_requests_to_the_disk_are_those_that_are_predicted(deep, tmp_path, monke
         for op in b.gather_forward:
             if op.kind in want:
                 want[op.kind] += b.repeat * op.requests
-    # Hidden states also rest between the embedding and the first layer, and what is read ahead may still be under way.
-    assert {k: n / 4 for k, n in made.items()} == pytest.approx({k: n + batches for k, n in want.items()}, abs=1)
+    # Hidden states also rest between the embedding and the first layer; the part that is read ahead at a pass's end is
+    # of no use to the next. What is read ahead may still be under way, before and after: at most four requests.
+    beside = {"disk_read": batches + (batches > 1), "disk_write": batches}
+    assert {k: n / 4 for k, n in made.items()} == pytest.approx({k: n + beside[k] for k, n in want.items()}, abs=1)
 
 
 # ---- the disk's cache ------------------------------------------------------------------------------------------------

@@ -25,11 +25,13 @@ from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.predict import predict
+from ridgeline.runtime import resting_weights
 from ridgeline.runtime.resting_weights import RestingWeights
 from ridgeline.search.placement import MemoryLimits, place
 from ridgeline.spec.device import Cluster, Host
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.matrix import CPU
+from ridgeline.techniques.memory import moe_offload_torch
 from ridgeline.techniques.registry import resolve
 
 HERE = Cluster(device=CPU)
@@ -395,10 +397,14 @@ def test_a_compressed_checkpoint_is_read_a_layer_at_a_time(tmp_path, monkeypatch
         return put(self, tensors, names)
 
     models: list = []
+    freed: list[int] = []  # layers of which memory was given back to the system: malloc keeps what is freed
     monkeypatch.setattr(generation_cell, "load_packed", load)
     monkeypatch.setattr(RestingWeights, "put", counted)
+    for module in (resting_weights, moe_offload_torch):
+        monkeypatch.setattr(module, "return_freed_memory", lambda: freed.append(len(held)))
     _, moved = built(tmp_path / "small", f"{plan},path={tmp_path / 'scratch'}")
     assert max(held) == 1
+    assert len(set(freed)) == 4
     torch.testing.assert_close(tokens(moved)[1], want[1], rtol=1e-5, atol=1e-6)
     if (tmp_path / "scratch").exists():
         assert os.listdir(tmp_path / "scratch") == []

@@ -72,6 +72,9 @@ class Op:
     experts: float = 1
     """gemm: number of weight matrices over which the rows are spread in one grouped kernel (expected number, for routed
     rows)."""
+    calls: float = 1
+    """Number of operators that PyTorch runs for it one after the other on a CPU (expected number), which has no grouped
+    kernels; engines have one."""
     weight_dtype: str = ""
     """gemm: storage dtype of weights that the kernel dequantizes on the fly; empty: they are of ``dtype``."""
     sparse: bool = False

@@ -12,6 +12,10 @@ from ridgeline.graph.graph import Block, Direction, Op, Param, Role, Saved
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.model import ModelSpec
 
+ROUTING, DISPATCH, COMBINE = 4, 4, 6
+"""Number of small operators around a mixture's experts (:mod:`ridgeline.nn.model.moe`): probabilities, the best of them
+and their sum; the order of rows by expert; rows put back, weighed and summed."""
+
 
 def distinct_experts(experts: int, tokens: float, chosen: int) -> float:
     """Expected number of experts that ``tokens`` reach which choose ``chosen`` different ones each, when popularity is
@@ -87,7 +91,7 @@ class Builder:
 
         def product(suffix: str, direction: Direction, shape: tuple[int, int, int], role: Role = "") -> Op:
             return Op(f"{name}{suffix}", module, "gemm", direction, flops, traffic, self.dtype, shape, weight,
-                      experts=touched, role=role)  # fmt: skip
+                      experts=touched, calls=max(1.0, touched), role=role)  # fmt: skip
 
         self.block.forward.append(product("", "forward", (m, n, k)))
         if not self.training:
@@ -108,13 +112,13 @@ class Builder:
         self.save(source, m * k, [f"{name}.dw"])
 
     def pointwise(self, name: str, module: str, kind: str, read: float, write: float, back_read: float,
-                  back_write: float) -> None:  # fmt: skip
+                  back_write: float, calls: float = 1) -> None:  # fmt: skip
         """An elementwise or reduction operator: elements read and written, forward and backward."""
         w = self.width
-        self.block.forward.append(Op(name, module, kind, bytes=(read + write) * w, dtype=self.dtype))
+        self.block.forward.append(Op(name, module, kind, bytes=(read + write) * w, dtype=self.dtype, calls=calls))
         if self.training:
             moved = (back_read + back_write) * w
-            self.block.backward.append(Op(f"{name}.bwd", module, kind, "backward", 0, moved, self.dtype))
+            self.block.backward.append(Op(f"{name}.bwd", module, kind, "backward", 0, moved, self.dtype, calls=calls))
 
     def norm(
         self, name: str, source: str, size: int, rows: int | None = None, module: str = "norm", weighted: bool = True
@@ -286,17 +290,18 @@ class Builder:
         if s.router_score_bias:
             self.param(f"{prefix}.score_bias", (e,))
             self.block.params[-1].trainable = False
-        self.pointwise(f"{prefix}.routing", "mlp", "softmax", t * e, t * e, 2 * t * e, t * e)
+        reached = distinct_experts(e, t, k)
+        self.pointwise(f"{prefix}.routing", "mlp", "softmax", t * e, t * e, 2 * t * e, t * e, ROUTING)
         self.save(f"{prefix}.routing", t * e + 4 * t * k, [f"{prefix}.routing.bwd"], 4.0)
         rows = t * k
-        self.pointwise(f"{prefix}.dispatch", "mlp", "copy", rows * h, rows * h, rows * h, rows * h)
+        self.pointwise(f"{prefix}.dispatch", "mlp", "copy", rows * h, rows * h, rows * h, rows * h, DISPATCH)
         experts = f"{prefix}.experts"
         if s.gated:
             self.linear(f"{experts}.gate_proj", "mlp", rows, f, h, f"{prefix}.dispatched",
                         weight=f"{experts}.gate_proj", experts=e)  # fmt: skip
         self.linear(f"{experts}.up_proj", "mlp", rows, f, h, f"{prefix}.dispatched",
                     weight=f"{experts}.up_proj", experts=e)  # fmt: skip
-        self._activation(prefix, rows * f)
+        self._activation(prefix, rows * f, reached)
         self.linear(f"{experts}.down_proj", "mlp", rows, h, f, f"{prefix}.inner",
                     weight=f"{experts}.down_proj", experts=e)  # fmt: skip
         if s.moe_bias:
@@ -304,17 +309,17 @@ class Builder:
             for part, size in (("gate", f), ("up", f), ("down", h)):
                 if part != "gate" or s.gated:
                     self.param(f"{experts}.{part}_bias", (e, size))
-        self.pointwise(f"{prefix}.combine", "mlp", "copy", 2 * rows * h, t * h, t * h, 2 * rows * h)
+        self.pointwise(f"{prefix}.combine", "mlp", "copy", 2 * rows * h, t * h, t * h, 2 * rows * h, COMBINE)
         weighed = "routed" if s.router_on_input else "expert_out"  # what the weights multiply
         self.save(f"{prefix}.{weighed}", rows * h, [f"{prefix}.combine.bwd"])
         if s.shared_intermediate_size:
             self.mlp(f"{prefix}.shared", source, s.shared_intermediate_size)
             self.pointwise(f"{prefix}.shared.add", "mlp", "residual", 2 * t * h, t * h, 0, 0)
 
-    def _activation(self, prefix: str, n: float) -> None:
+    def _activation(self, prefix: str, n: float, calls: float = 1) -> None:
         """silu(gate)·up, or one activation; saves its inputs (a plain ReLU its output, as the next linear does)."""
         inputs = 2 if self.spec.gated else 1
-        self.pointwise(f"{prefix}.act", "mlp", "activation", inputs * n, n, (inputs + 1) * n, inputs * n)
+        self.pointwise(f"{prefix}.act", "mlp", "activation", inputs * n, n, (inputs + 1) * n, inputs * n, calls)
         kept = "inner" if self.spec.activation == "relu" and not self.spec.gated else "up"
         self.save(f"{prefix}.{kept}", n, [f"{prefix}.act.bwd"])
         if self.spec.gated:

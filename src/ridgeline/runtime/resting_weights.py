@@ -117,7 +117,7 @@ def rest_layers(
             rest[folder] = RestingWeights(run, folder, need)
         sources.append(rest[folder].put(tensors, [(f"layers.{name}.{t.name}", None) for t in tensors]))
         groups.append(tensors)
-    return_freed_memory()
+        return_freed_memory()  # or what codes took while they were read adds up
     return groups, sources
 
 

@@ -71,6 +71,9 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         blocks, longest = run.pool(e.model, w, each, _free(run), "gpu" if run.device.type == "cuda" else "cpu")
     runner = _runner(run, blocks)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
+    drafter = None if run.drafts is None else _drafting(run, run.drafts, longest, runner, table)
+    if run.block_store is not None:  # of all that is in a block, a draft head's too
+        table.store = run.block_store(runner.pool(), run.block_size)
     engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
     if run.adapters:
         engine.adapters = AdapterTable(run.model, table, each, longest)
@@ -79,10 +82,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         lossy = [str(call) for call in e.plan.calls if not make(call).card.lossless]
         engine.fingerprint = partial(fingerprint, runner, w.checkpoint, lossy)
         engine.exports, engine.imports = Exports(engine, run.whole_below), Imports(engine)
-    if run.drafts is not None:
-        engine.drafter = _drafting(run, run.drafts, longest, engine)
-    if run.block_store is not None:  # with what drafts keep in the pool
-        table.store = run.block_store(runner.pool(), run.block_size)
+    engine.drafter = drafter
     if run.cut is not None:
         measure = partial(measure_costs, runner, table, run.limits, longest)
         shared = measure()
@@ -205,9 +205,8 @@ def _free(run: ServeBuild) -> float:
     return min(free, limit)
 
 
-def _drafting(run: ServeBuild, drafts: Drafts, longest: int, engine: Engine) -> Drafting:
+def _drafting(run: ServeBuild, drafts: Drafts, longest: int, runner: Runner, table: Blocks) -> Drafting:
     if drafts.head is not None:
-        runner, table = engine.runner, engine.blocks
         drafter = HeadDrafter(drafts.head, runner, table, table.count * table.size, longest, drafts.branches,
                               drafts.nodes, run.limits.max_num_batched_tokens)  # fmt: skip
         return Drafting(drafter, drafts.tokens)

@@ -48,24 +48,32 @@ def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | N
     return rates.get(f"{kind}.{direction}.{dtype}") or rates.get(f"{kind}.{dtype}")
 
 
-def op_time(op: Op, device: Device) -> Timed:
-    """Seconds of one call of ``op`` on ``device``; collectives and copies have their own modules."""
+def op_time(op: Op, device: Device, calls: float = 1) -> Timed:
+    """Seconds of ``op`` on ``device``, on a CPU in ``calls``; collectives and copies have their own modules."""
     if op.kernel == "packed" and "attention_pool" in device.rates:
         return _packed_attention(op, device)
     rate = _low_rate(op, device) or find_rate(device, op.kind, op.direction, op.dtype) if device.rates else None
     if rate is not None:
         compute = op.flops / rate.flop_rate if rate.flop_rate else 0.0
         memory = op.bytes / rate.byte_rate if rate.byte_rate else 0.0
-        return _bounded(
-            op.pieces * (rate.latency + device.extra_latency), compute, memory, rate.source, _MEASURED_SPREAD
-        )
+        latency = op.pieces * (rate.latency + device.extra_latency)
+        if device.kind == "cpu" and calls != 1:
+            latency += (calls - 1) * (_call_latency(op, device) + device.extra_latency)
+        return _bounded(latency, compute, memory, rate.source, _MEASURED_SPREAD)
     m = machine(device)
     if device.kind == "cpu":
         share = _CPU_SHARE.get(op.kind, 0.3)
         compute = op.flops / (m.peak(op.dtype) * share)
         memory = op.bytes / (m.bandwidth * _CPU_MEMORY_SHARE)
-        return _bounded(op.pieces * device.launch_latency, compute, memory, "class default", _CPU_SPREAD)
+        latency = op.pieces * calls * device.launch_latency
+        return _bounded(latency, compute, memory, "class default", _CPU_SPREAD)
     return _modeled(op, m)
+
+
+def _call_latency(op: Op, device: Device) -> float:
+    """Seconds that another operator of this kind costs a CPU however small it is."""
+    rate = find_rate(device, op.kind, op.direction, op.dtype)
+    return device.launch_latency if rate is None else rate.latency
 
 
 def _low_rate(op: Op, device: Device) -> Rate | None:

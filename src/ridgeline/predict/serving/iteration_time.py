@@ -262,6 +262,8 @@ class Iterations:
             for read, drafted in (first, *levels):
                 more, grow = small._read(n, read, drafted, s.head)
                 a, b = a + max(more, small.dispatch_s), b + grow
+            if s.head and self.engine.name == OWN:  # whose host composes every level as it does an iteration
+                a += s.tokens * (self.engine.iteration_s + self.engine.sequence_s * n)
         return a, b, s.expected_tokens
 
     def _read(self, n: int, rows: int, drafted: int, joins: bool) -> tuple[float, float]:

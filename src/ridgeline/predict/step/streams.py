@@ -145,7 +145,7 @@ def timed_of(op: Op, cluster: Cluster) -> Timed:
     elif op.axis:
         timed = collective_time(op, cluster)
     else:
-        timed = op_time(op, cluster.device)
+        timed = op_time(op, cluster.device, op.calls)
     keep_time(op, (cluster, timed))  # used by the step and its breakdown, and in a search by every plan that shares it
     return timed
 

@@ -43,7 +43,7 @@ def offload_experts(
             for e, t in enumerate(experts)
         ])  # fmt: skip
         groups.append(experts)
-    return_freed_memory()
+        return_freed_memory()
     cache = ExpertCache(groups, sources, run.device, keep, staging, policy)
     run.buffers += [b.buffer for b in cache.buffers]
     modules = list(named.values())
