@@ -125,7 +125,8 @@ def table_of(pieces: list[Piece], block: int) -> tuple[np.ndarray, int]:
 def _slot_table(pieces: list[Piece], block: int) -> np.ndarray:
     """The slot of each token of pieces, int32 [B, tokens]."""
     table = np.zeros((len(pieces), max(p.length for p in pieces)), dtype=np.int32)
-    within, known = np.arange(block, dtype=np.int32), {}
+    within = np.arange(block, dtype=np.int32)
+    known: dict[int, np.ndarray] = {}
     for row, p in zip(table, pieces, strict=True):
         slots = known.get(id(p.blocks))
         if slots is None:
