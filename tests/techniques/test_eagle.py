@@ -18,7 +18,7 @@ from ridgeline.data.batches import IGNORE
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from ridgeline.nn.checkpoint.draft_head_files import load_head, save_head
 from ridgeline.spec.draft_head import CONFIG, TENSORS
-from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.adapters.eagle import MEMBER
 from ridgeline.techniques.registry import make
 from ridgeline.train.training_loop import plain_state
@@ -177,6 +177,12 @@ def test_finetune_writes_the_head_and_says_how_to_use_it(checkpoint, chat, tmp_p
                                        "--with", f"speculative:draft={out},branches=2,nodes=6"])  # fmt: skip
     assert drafted.exit_code == 0, drafted.output
     assert drafted.stdout == text.stdout
+
+
+def test_a_head_is_not_merged(checkpoint, chat, tmp_path):  # noqa: F811
+    args = ["finetune", str(checkpoint), "--data", str(chat), "--out", str(tmp_path), "--with", "eagle", "--merged"]
+    with pytest.raises(UserError, match="--merged"):
+        CliRunner().invoke(app, args, catch_exceptions=False)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

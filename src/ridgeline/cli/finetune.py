@@ -27,7 +27,7 @@ def finetune(
     on: On = "local",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate (default 2e-4 with an adapter, else 2e-5).")
+        float | None, typer.Option(help="Peak learning rate (default 2e-4 for what is added to the model, else 2e-5).")
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(help="Sequence length (default 1024, capped at the model's context length).")
@@ -70,6 +70,7 @@ def finetune(
     from ridgeline import catalog, experiments
     from ridgeline.jobs.job import TrainOptions
     from ridgeline.measure.ablate import require_local
+    from ridgeline.spec.errors import UserError
     from ridgeline.techniques.registry import techniques_of
 
     catalog.allow_unprobed()
@@ -77,9 +78,12 @@ def finetune(
     source = str(checkpoint.resolve())
     model = catalog.model(source)
     plan, adapts = _plan(list(with_ or []), adapter, model, merged)
+    uses = next(filter(None, (t.used_by(source, str(out)) for t in techniques_of(experiments.plan_of(plan)))), ())
+    if uses and merged:
+        raise UserError("--merged: this plan trains something beside the model, which is not merged", "leave it out")
     workload = {
         "kind": "finetune", "checkpoint": source, "data": data, "steps": steps,
-        "lr": lr if lr is not None else 2e-4 if adapts else 2e-5,
+        "lr": lr if lr is not None else 2e-4 if adapts or uses else 2e-5,
         "seq_len": seq_len or min(1024, model.max_positions), "batch_size": batch_size,
         "micro_batch_size": micro_batch_size, "weight_decay": weight_decay, "dtype": dtype, "seed": seed,
         "warmup_steps": warmup_steps if warmup_steps is not None else round(0.03 * steps), "template": template,
@@ -96,7 +100,6 @@ def finetune(
     )  # fmt: skip
     result = run_training(e, options, f"fine-tuning {checkpoint.name}")
     _print(result, out, json)
-    uses = next(filter(None, (t.used_by(source, str(out)) for t in techniques_of(e.plan))), ())
     if not result["stopped"] and uses:
         next_command(*uses)
     elif not result["stopped"]:
