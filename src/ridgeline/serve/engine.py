@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.nn.memory.kv_pool import PagedCache
 from ridgeline.serve.adapter_table import AdapterTable
 from ridgeline.serve.async_steps import AsyncSteps
 from ridgeline.serve.beam import Beams
@@ -314,6 +315,12 @@ class Engine:
             *((b.store.saved, b.store.restored) if b.store is not None else (0, 0)),
             sum(max(0, len(q.group.request.prompt) - q.n_computed) for q in (*s.waiting, *s.running)),
         )  # fmt: skip
+
+    def held(self) -> dict[str, float]:
+        """Bytes of the model's weights and of the pool of keys and values."""
+        caches = [c for c in self.runner.cache.values() if isinstance(c, PagedCache)]
+        weights = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers())}
+        return {"parameters": float(sum(weights.values())), "kv_cache": float(sum(c.nbytes for c in caches))}
 
     def check(self) -> None:
         """Assert what must hold between two steps."""

@@ -129,7 +129,7 @@ class RemoteEngine:
         self.spec, self.eos, self.max_model_len = facts.spec, facts.eos, facts.max_model_len
         self.blocks, self.limits = Pool(facts.blocks, facts.block_size), facts.limits
         self.adapters = self._adapters if facts.adapters else None
-        self._ordered, self._stats = facts.ordered, facts.stats
+        self._ordered, self._stats, self._held = facts.ordered, facts.stats, facts.held
         self.role, self.transfer_port, self.fingerprint = facts.role, facts.transfer_port, facts.fingerprint
 
     def close(self, seconds: float = _CLOSE) -> bool:
@@ -259,6 +259,10 @@ class RemoteEngine:
     def stats(self) -> Stats:
         """As of the last report."""
         return self._stats
+
+    def held(self) -> dict[str, float]:
+        """As :meth:`ridgeline.serve.engine.Engine.held`."""
+        return self._held
 
     @property
     def age(self) -> float:

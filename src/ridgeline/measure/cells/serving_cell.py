@@ -1,4 +1,5 @@
-"""One measured serving cell: the real server in this process, the real client in another, HTTP between them."""
+"""One measured serving cell: the real server as `ridgeline serve` runs it, the real client in another process, and HTTP
+between them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,9 @@ from torch import Tensor
 from ridgeline.jobs.job import CellOptions, Progress, RankContext
 from ridgeline.measure.backends import NATIVE, engine_versions
 from ridgeline.measure.device_use import DeviceUse
-from ridgeline.measure.environment import spare_core
+from ridgeline.measure.environment import cores, spare_core
 from ridgeline.measure.load.run_load import Settings
 from ridgeline.measure.wire import Wire
-from ridgeline.nn.memory.kv_pool import PagedCache
 from ridgeline.nn.memory.meter import process_memory
 from ridgeline.predict.serving.arrivals import requests
 from ridgeline.serve.app import create_app
@@ -31,6 +33,7 @@ from ridgeline.serve.engine import Engine
 from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.metrics import Metrics
 from ridgeline.serve.queue_limits import QueueLimits
+from ridgeline.serve.remote_engine import ProcessLoop, RemoteEngine
 from ridgeline.serve.runner import Arranged, PackedStep
 from ridgeline.serve.server import Server
 from ridgeline.serve.service import Service
@@ -76,7 +79,8 @@ def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict
 
 
 def serve_load(e: Experiment, device: torch.device, report: Progress) -> Result:
-    """Start the server in this process and the client in another; returns what the client measured.
+    """Start the server, on a CPU with its engine in a process of its own as by default, and the client in another
+    process; returns what the client measured.
 
     Raises :class:`UserError` when they cannot be served.
     """
@@ -84,23 +88,31 @@ def serve_load(e: Experiment, device: torch.device, report: Progress) -> Result:
     assert isinstance(w, Serve)
     start = time.perf_counter()
     report({"stage": "loading"})
-    engine = make_engine(e, device)
-    sent = _count(engine) if e.world > 1 else {}
+    engine: Engine | RemoteEngine
+    sent: dict[tuple[str, int], list[float]] = {}
     nothing_is_refused = QueueLimits(None, None, None, 600.0)
-    loop = EngineLoop(engine, nothing_is_refused, Metrics())
+    if e.world == 1 and device.type == "cpu" and cores() > 1:
+        engine = RemoteEngine(partial(make_engine, e, device), spare_core).wait_ready()
+        loop: EngineLoop = ProcessLoop(engine, nothing_is_refused, Metrics())
+        within: AbstractContextManager[None] = nullcontext()
+    else:  # with other ranks, or with a device whose memory is metered here
+        engine = make_engine(e, device)
+        sent = _count(engine) if e.world > 1 else {}
+        loop, within = EngineLoop(engine, nothing_is_refused, Metrics()), spare_core()
     server = _Served(create_app(Service(loop, _vocabulary(engine, w.checkpoint), NAME, None)), loop)
     client = threading.Thread(target=_run_client, args=(server, e, report), name="client", daemon=True)
     server.setup = lambda: time.perf_counter() - start
     client.start()
-    with spare_core():
+    with within:
         server.run()
     client.join(30)
+    memory = process_memory(engine.process.pid if isinstance(engine, RemoteEngine) else "self")
     engine.close()
     if server.refused:
         raise UserError(*server.refused)
     if server.result is None:
         raise RuntimeError(loop.failure or "the client of the server ended without a result")
-    _add(server.result, engine, server.ready_after)
+    _add(server.result, engine, server.ready_after, memory)
     server.result.traffic = [Traffic(kind=k, ranks=n, calls=v[0], bytes=v[1]) for (k, n), v in sorted(sent.items())]
     return server.result
 
@@ -165,7 +177,7 @@ def _run_client(server: _Served, e: Experiment, report: Progress) -> None:
         server.should_exit = True
 
 
-def _vocabulary(engine: Engine, checkpoint: str | None) -> Vocabulary:
+def _vocabulary(engine: Engine | RemoteEngine, checkpoint: str | None) -> Vocabulary:
     """The checkpoint's tokenizer; without one, a word for every token, so that each is text of its own."""
     size = engine.spec.vocab_size
     if checkpoint and (Path(checkpoint) / "tokenizer.json").is_file():
@@ -175,8 +187,9 @@ def _vocabulary(engine: Engine, checkpoint: str | None) -> Vocabulary:
     return Vocabulary(Tokenizer(WordLevel({str(i): i for i in range(size)}, unk_token="0")), size)
 
 
-def _add(result: Result, engine: Engine, setup: float) -> None:
-    """Add what only the server knows, without the warm-up's requests, which were sent one by one."""
+def _add(result: Result, engine: Engine | RemoteEngine, setup: float, memory: dict[str, int]) -> None:
+    """Add what only the server knows, and the ``memory`` of the engine's process; without the warm-up's requests, which
+    were sent one by one."""
     w, stats = Serve.model_validate(result.experiment["workload"]), engine.stats()
     arrivals, most = requests(w), engine.limits.max_num_batched_tokens
     warm = [arrivals[i % len(arrivals)] for i in range(Settings().warmup)]
@@ -187,18 +200,15 @@ def _add(result: Result, engine: Engine, setup: float) -> None:
         "batch_mean": (tokens / max(1, steps), "sequences", "tokens per step of the engine"),
         "preemptions": (stats.preemptions, "", "counted by the engine"),
         "setup_s": (setup, "s", "measured"),
-        **{f"{k}_bytes": (v, "bytes", "measured") for k, v in process_memory().items()},
+        **{f"{k}_bytes": (v, "bytes", "measured") for k, v in memory.items()},
     }
     result.metrics |= {k: Metric(value=v, unit=u, source=s) for k, (v, u, s) in found.items()}
     record_held(result, engine)
 
 
-def record_held(result: Result, engine: Engine) -> None:
+def record_held(result: Result, engine: Engine | RemoteEngine) -> None:
     """Add the memory of an engine's weights and of its key/value pool."""
-    caches = [c for c in engine.runner.cache.values() if isinstance(c, PagedCache)]
-    weights = {t.data_ptr(): t.nbytes for t in (*engine.model.parameters(), *engine.model.buffers())}
-    held = {"parameters": float(sum(weights.values())), "kv_cache": float(sum(c.nbytes for c in caches))}
     result.notes.append("memory: weights and key/value pool; temporaries are not metered while serving")
-    result.memory = [Memory(category=k, bytes=v) for k, v in held.items()]
+    result.memory = [Memory(category=k, bytes=v) for k, v in engine.held().items()]
     result.metrics["kv_cache_tokens"] = Metric(value=engine.blocks.count * engine.blocks.size, unit="tokens",
                                                better="higher", source="counted")  # fmt: skip
