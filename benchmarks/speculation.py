@@ -5,7 +5,7 @@
 
 A llama of 14 million parameters (speculation.toml) is trained on the text in the file TEXT, all but its end, for the
 first number of minutes, then a draft head for it (`eagle`) for the second. Prompts come from the end of the text,
-outputs are greedy. Variants: ``plain``; ``ngram``, drafts from the text so far; ``chain`` and ``tree``, drafts by the
+outputs are greedy. The sizes of chain and tree were chosen among a few on these prompts. Variants: ``plain``; ``ngram``, drafts from the text so far; ``chain`` and ``tree``, drafts by the
 head; all with drafts in every step, whether they pay or not. They take turns in every round, so that a disturbance hits
 all of them; ratios are of each round, their median with the smallest and largest beside. Only steps in which all
 sequences decode are timed.
