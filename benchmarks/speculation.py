@@ -6,9 +6,9 @@
 A llama of 14 million parameters (speculation.toml) is trained on the text in the file TEXT, all but its end, for the
 first number of minutes, then a draft head for it (`eagle`) for the second. Prompts come from the end of the text,
 outputs are greedy. Variants: ``plain``; ``ngram``, drafts from the text so far; ``chain`` and ``tree``, drafts by the
-head; all with drafts in every step, whether they pay or not. They take turns in every round, so that a disturbance hits
-all of them; ratios are of each round, their median with the smallest and largest beside. Only steps in which all
-sequences decode are timed.
+head, whose sizes were chosen among a few on these prompts; all with drafts in every step, whether they pay or not. They
+take turns in every round, so that a disturbance hits all of them; ratios are of each round, their median with the
+smallest and largest beside. Only steps in which all sequences decode are timed.
 
 ``kept``: tokens of a sequence per pass of the model. ``acceptance``: the probability for a drafted level that gives as
 many (arXiv:2211.17192, equation 1), from which ``predicted`` follows, after a probe in this process: 1 where drafts do
