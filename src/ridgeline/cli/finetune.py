@@ -78,7 +78,7 @@ def finetune(
     source = str(checkpoint.resolve())
     model = catalog.model(source)
     plan, adapts = _plan(list(with_ or []), adapter, model, merged)
-    uses = next(filter(None, (t.used_by(source, str(out)) for t in techniques_of(experiments.plan_of(plan)))), ())
+    uses = next(filter(None, (t.serves(str(out)) for t in techniques_of(experiments.plan_of(plan)))), ())
     if uses and merged:
         raise UserError("--merged: this plan trains something beside the model, which is not merged", "leave it out")
     workload = {
@@ -101,7 +101,7 @@ def finetune(
     result = run_training(e, options, f"fine-tuning {checkpoint.name}")
     _print(result, out, json)
     if not result["stopped"] and uses:
-        next_command(*uses)
+        next_command("serve", checkpoint, *uses)
     elif not result["stopped"]:
         whole = ["generate", out, "--prompt", "TEXT"] if e.model.is_encoder_decoder else ["serve", out]
         next_command(*(["merge", checkpoint, out, "--out", f"{out}-merged"] if options.adapter else whole))

@@ -280,9 +280,9 @@ class Technique(BaseModel):
         """
         return state
 
-    def used_by(self, checkpoint: str, out: str) -> tuple[str, ...]:
-        """Words of the command that uses what training has written to ``out``, where that is neither a model nor an
-        adapter; empty: it is one of them."""
+    def serves(self, out: str) -> tuple[str, ...]:
+        """Options with which `ridgeline serve` uses, for the model that was trained, what training has written to
+        ``out``, where that is neither a model nor an adapter; empty: it is one of them."""
         return ()
 
     def needs(self, condition: bool, why: str, fix: str) -> None:

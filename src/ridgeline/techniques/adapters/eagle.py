@@ -99,10 +99,10 @@ class Eagle(Technique):
         """The model as it was: the head is no part of it."""
         return {name: t for name, t in state.items() if not name.startswith(f"{MEMBER}.")}
 
-    def used_by(self, checkpoint: str, out: str) -> tuple[str, ...]:
+    def serves(self, out: str) -> tuple[str, ...]:
         """Serve the model with drafts from the head."""
         (drafting,) = bringing("drafts")
-        return ("serve", checkpoint, "--with", f"{drafting}:draft={out}")
+        return ("--with", f"{drafting}:draft={out}")
 
 
 def _draft_layer(e: Experiment) -> Block:
