@@ -146,4 +146,4 @@ def _read_twice(b: Block, e: Experiment, rows: int) -> None:
     if cap:
         b.saved["head.draft.capped"] = Saved(logits * wide, frozenset({"head.draft.soft_cap.bwd"}))
     b.workspace = max(b.workspace, logits * wide)
-    b.backward_workspace = 2 * logits * wide
+    b.backward_workspace = logits * wide  # two gradients of logits, when the model's own distribution is gone
