@@ -4,6 +4,8 @@ import os
 import signal
 import time
 
+from ridgeline.serve import engine_process
+
 
 def slow(build):
     """Steps that last."""
@@ -60,3 +62,26 @@ def killed():
 def unforeseen():
     """What fails as nobody expected."""
     raise ValueError("this was not foreseen")
+
+
+def long_to_close(build, closed):
+    """One that takes longer to close than its last step may take, and makes a file when it has."""
+    engine_process.LAST = 0.2
+    engine = build()
+    plain = engine.close
+
+    def close():
+        time.sleep(1)
+        plain()
+        closed.touch()
+
+    engine.close = close
+    return engine
+
+
+def hanging(build):
+    """One whose steps do not end, of which the last one gets half a second."""
+    engine_process.LAST = 0.5
+    engine = build()
+    engine.step = lambda: time.sleep(1000)
+    return engine

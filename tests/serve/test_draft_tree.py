@@ -307,6 +307,28 @@ def test_the_pool_counts_what_a_head_keeps(llama, tmp_path):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+def test_drafts_leave_the_others_their_next_block(llama, tmp_path):
+    """The pool has a block more than the sequences need: none is preempted for another's drafts."""
+    untrained(llama, tmp_path)
+    plan = ("paged_kv:block_size=4", f"speculative:draft={tmp_path},tokens=6,branches=4,nodes=32")
+    each = engine(llama, *plan, kv_cache_bytes=1 << 20).blocks.count / (1 << 20)
+    eng = engine(llama, *plan, kv_cache_bytes=int(29.5 / each), max_num_seqs=4)
+    assert eng.blocks.count == 29
+    requests = [ask(str(i), [i + 1, 2, 3, 4, 5], 24) for i in range(4)]
+    got, _ = run(always(eng), *requests)
+    assert got == truth_of(llama, requests)
+    assert eng.stats().preemptions == 0
+    assert eng.stats().drafted_tokens > 0
+
+
+def test_memory_counts_what_a_head_keeps(llama, tmp_path):
+    untrained(llama, tmp_path)
+    plain = engine(llama, kv_cache_bytes=1 << 20)
+    eng = engine(llama, f"speculative:draft={tmp_path}", kv_cache_bytes=1 << 20)
+    assert eng.blocks.count < plain.blocks.count
+    assert eng.held()["kv_cache"] == pytest.approx(plain.held()["kv_cache"], rel=0.1)
+
+
 def test_trees_need_a_head(llama):
     with pytest.raises(Incompatible, match=r"branches=4.*draft head"):
         check(normalize(experiment(llama.spec, ["speculative:branches=4"])))

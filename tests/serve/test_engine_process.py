@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from functools import partial
 
 import psutil
@@ -18,11 +19,21 @@ from tests.serve.test_sleep import KEY
 from tests.serve.test_tools import ASK, TOOLS
 
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
 from ridgeline.serve.checkpoint_settings import Options
 from ridgeline.serve.engine_messages import Frames, Kind, framed
 from ridgeline.serve.queue_limits import QueueLimits
 from ridgeline.serve.remote_engine import EngineLost, RemoteEngine
-from ridgeline.serve.request import Busy, Invalid, NotFound, OutputEvent, Stats, TokenLogprob
+from ridgeline.serve.request import (
+    Busy,
+    EngineRequest,
+    Invalid,
+    NotFound,
+    OutputEvent,
+    Sampling,
+    Stats,
+    TokenLogprob,
+)
 from ridgeline.serve.step_report import StepReport, pack, unpack
 from ridgeline.spec.errors import Incompatible, UserError
 
@@ -48,6 +59,19 @@ def servers(folder):
 @pytest.fixture
 def server(servers):
     return servers[1]
+
+
+def loading(folder):
+    return partial(load_engine, folder, DEFAULT_PLAN, kv_cache_bytes=1 << 20, max_num_batched_tokens=64)
+
+
+@contextmanager
+def remote(folder, change=None):
+    engine = RemoteEngine(partial(change, loading(folder)) if change else loading(folder)).wait_ready()
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 def answers(servers, path, body):
@@ -243,6 +267,52 @@ def test_it_sleeps_and_wakes(folder, adapter):
             assert json.loads(call(server, "/v1/completions", body)[2])["choices"] == before
 
 
+def test_it_does_not_sleep_before_the_last_answer_is_sent(folder, monkeypatch):
+    """The engine has ended a request whose end the server has not read yet."""
+    with running(folder, apart=True, admin=["admin"]) as server:
+        held, plain = threading.Event(), server.engine._flush
+
+        def flush():
+            sent = bool(server.engine._outbox)
+            plain()
+            if sent and not held.is_set():
+                assert held.wait(60)
+
+        monkeypatch.setattr(server.engine, "_flush", flush)
+        said = []
+        short = {**LONG, "max_tokens": 3}
+        asking = threading.Thread(target=lambda: said.append(call(server, "/v1/completions", short)))
+        asking.start()
+        server.wait(lambda: server.loop.open_streams == 1)
+        slept = []
+        sleeping = threading.Thread(target=lambda: slept.append(call(server, "/sleep", {}, headers=KEY)[0]))
+        sleeping.start()
+        server.wait(lambda: server.loop._inbox)
+        held.set()
+        sleeping.join(60)
+        asking.join(60)
+        assert slept == [503]
+        assert [status for status, _, _ in said] == [200]
+        assert call(server, "/sleep", {}, headers=KEY)[0] == 200
+
+
+def test_what_sleeps_is_not_busy(folder):
+    with remote(folder, apart.slow) as engine:
+        engine.add(EngineRequest("a", [1, 2, 3], Sampling(max_tokens=200, ignore_eos=True)))
+        while engine.report() is None:
+            engine.wait()
+        engine.finish("a", 0)  # as a stop string does, and right behind it
+        engine.release()
+        assert engine.age == 0
+        engine.abort("a")
+        engine.rouse()
+        engine.wait()
+        while engine.age:  # until the engine has said that this is done
+            engine.wait()
+        engine.rebuild()
+        assert engine.age == 0
+
+
 def test_the_cache_is_emptied_and_counted(server):
     prompt = {"prompt": "a prompt that is longer than two blocks of the cache", "max_tokens": 1}
 
@@ -334,6 +404,30 @@ def test_what_it_refuses_is_the_users_mistake(folder, tmp_path):
         assert done.returncode == 2
         assert said in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_modules_of_the_current_folder_do_not_hide_others(folder, tmp_path, monkeypatch):
+    for name in ("csv", "queue", "fastapi"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    with remote(folder) as engine:
+        assert engine.max_model_len > 0
+
+
+def test_what_is_kept_is_written_however_long_that_takes(folder, tmp_path):
+    closed = tmp_path / "closed"
+    engine = RemoteEngine(partial(apart.long_to_close, loading(folder), closed)).wait_ready()
+    assert engine.close(60.0)
+    assert closed.exists()
+
+
+def test_an_engine_that_hangs_does_not_end_well(folder, caplog):
+    engine = RemoteEngine(partial(apart.hanging, loading(folder))).wait_ready()
+    engine.add(EngineRequest("a", [1, 2, 3], Sampling(max_tokens=3)))
+    engine.rouse()
+    engine.wait()
+    assert not engine.close(60.0)
+    assert "exit code 1" in caplog.text
 
 
 def children(server):

@@ -131,6 +131,27 @@ def test_what_is_stored_there_is_sent(made, tmp_path, monkeypatch, bad):
         decode.idle()
 
 
+def test_stored_blocks_of_a_prompt_that_is_sent_are_damaged_here(made, tmp_path, monkeypatch, caplog):
+    """A step of another sequence finds that: the prompt is computed here, and nobody finds these blocks any more."""
+    store = f"kv_offload:host=1,disk=8MB,path={tmp_path}"
+    with pair(made, None, store, kv_cache_bytes=24 * 16 * 512) as (prefill, decode, address):
+        engine = decode.engine
+        served(engine, ask("first", PROMPT[:64], 4))
+        served(engine, *(ask(f"other{i}", [*range(100 + 10 * i, 190 + 10 * i)], 30) for i in range(3)))
+        read = BlockStore._read
+        monkeypatch.setattr(BlockStore, "_read", lambda self, c, layer, into: read(self, c, layer, into) and layer != 1)
+        engine.add(ask("busy", [7, 8, 9], 60))
+        run([decode], lambda: engine.stats().generated_tokens and any(s.generated for s in engine.scheduler.running))
+        new, again = ask("new", PROMPT, 12), ask("again", PROMPT[:80], 12)
+        got = split(prefill, decode, address, new)
+        assert got["new", 0] == alone(made, new)[0]
+        assert got["busy", 0] == alone(made, ask("busy", [7, 8, 9], 60))[0]
+        assert "gone or damaged" in caplog.text
+        assert served(engine, again)[0]["again", 0] == alone(made, again)[0]
+        prefill.idle()
+        decode.idle()
+
+
 def test_more_than_the_pool_holds(made):
     """Prompts wait for blocks here before they are asked for; preempted sequences are computed again."""
     some = [ask(f"r{i}", list(range(i, i + 60)), 20) for i in range(8)]

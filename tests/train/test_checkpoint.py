@@ -11,6 +11,7 @@ import torch
 from tests.nn.conftest import CONFIGS
 from tests.training import MODEL, experiment, make_trainer, state
 from tests.world import RankFailed, world
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ridgeline.nn import load_checkpoint
 from ridgeline.spec.errors import UserError
@@ -18,7 +19,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.train import checkpoint
 from ridgeline.train.async_checkpoints import AsyncCheckpoints
 from ridgeline.train.checkpoint import checkpoints, resume, save
-from ridgeline.train.training_loop import export
+from ridgeline.train.training_loop import Evaluations, export
 
 
 def part(rank, e, folder, steps):
@@ -307,15 +308,15 @@ def later(rank, e, folder, steps, at):
     """Train, with a checkpoint begun at step ``at`` whose writing the rest of the steps does not wait for."""
     trainer, losses = make_trainer(e, rank), []
     saving = AsyncCheckpoints(trainer, folder)
-    held, write = threading.Event(), checkpoint.complete
+    held, write = threading.Event(), FileSystemWriter.write_data
     checkpoints_then = []
 
-    def slowly(place, about):
-        held.wait(60)
-        write(place, about)
+    def slowly(writer, plan, planner):
+        assert held.wait(60)
+        return write(writer, plan, planner)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ridgeline.train.async_checkpoints.complete", slowly)
+        patch.setattr(FileSystemWriter, "write_data", slowly)
         for step in range(steps):
             losses.append(trainer.step().loss)
             if step + 1 == at:
@@ -344,6 +345,14 @@ def test_checkpoints_written_while_training_goes_on(plan, ranks, workload, corpu
     assert resumed == losses
     for name, p in straight.items():
         assert torch.equal(p, after[name]), name
+
+
+def test_it_holds_the_evaluations_of_its_step():
+    evaluations = Evaluations()
+    evaluations.found.append((1, 2.0))
+    kept = evaluations.state_dict()
+    evaluations.found.append((2, 1.0))
+    assert kept == {"found": [(1, 2.0)]}
 
 
 def test_the_next_checkpoint_waits_for_the_last(corpus, tmp_path):

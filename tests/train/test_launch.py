@@ -280,6 +280,7 @@ BAD = [
     (["--launcher", "slurm"], 0, ["unknown launcher 'slurm'", "local, ray"]),
     (["--max-restarts", "2"], 0, ["--max-restarts 2 needs checkpoints", "--save-every"]),
     (["--timeout", "0"], 0, ["--timeout"]),
+    (["--async-save"], 0, ["--async-save", "--save-every"]),
 ]
 
 

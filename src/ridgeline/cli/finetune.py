@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ridgeline.cli.base import Json, On, With, app, next_command, number_of_bytes, require_checkpoint, say
-from ridgeline.cli.jobs import run_training
+from ridgeline.cli.jobs import require_saves, run_training
 
 if TYPE_CHECKING:
     from ridgeline.spec.model import ModelSpec
@@ -92,6 +92,7 @@ def finetune(
     }  # fmt: skip
     e = experiments.make(source, on, workload, plan)
     require_local(e)
+    require_saves(async_save, save_every)
     options = TrainOptions(
         out=str(out / "checkpoints"), export=str(out), adapter=adapts and not merged,
         adapter_from=str(adapter) if adapter else None, save_every=save_every, async_save=async_save, resume=resume,

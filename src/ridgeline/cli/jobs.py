@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from ridgeline.spec.experiment import Experiment
 
 
+def require_saves(async_save: bool, save_every: int) -> None:
+    """Raise :class:`UserError` for ``--async-save`` where no checkpoint is written before the end."""
+    if async_save and not save_every:
+        raise UserError("--async-save writes checkpoints while training goes on, and none is written before its end",
+                        "give --out and --save-every, or leave it out")  # fmt: skip
+
+
 def run_training(
     e: Experiment, options: TrainOptions, title: str, start: Launch | None = None, restarts: int = 0
 ) -> dict[str, Any]:

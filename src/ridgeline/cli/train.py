@@ -25,7 +25,7 @@ from ridgeline.cli.base import (
     number_of_bytes,
     say,
 )
-from ridgeline.cli.jobs import run_training
+from ridgeline.cli.jobs import require_saves, run_training
 
 if TYPE_CHECKING:
     from ridgeline.jobs.job import TrainOptions
@@ -80,6 +80,7 @@ def train(
         e = load(file, plan, [*extra, *resized(e)])
     start, default = launcher_of(launcher)
     require_local(e, launched() or launcher != "local", backend)
+    require_saves(async_save, save_every if out else 0)
     options = TrainOptions(
         out=str(out) if out else None, save_every=save_every, async_save=async_save, resume=resume,
         export=str(out / "model") if out and export else None, timeout=timeout, backend=backend,

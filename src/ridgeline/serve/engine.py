@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from ridgeline.nn.memory.kv_pool import PagedCache
 from ridgeline.serve.adapter_table import AdapterTable
 from ridgeline.serve.async_steps import AsyncSteps
 from ridgeline.serve.beam import Beams
@@ -273,13 +272,15 @@ class Engine:
         """Wait for what this step restores → the sequences of ``batch`` that have all of it; others join again, and
         compute what is missing."""
         lost = self.runner.restoring.finish() if self.runner.restoring is not None else set()
-        held = [seq for seq in self.scheduler.running if not lost.isdisjoint(seq.blocks)] if lost else []
-        if held:
-            self.blocks.forget(lost)
-            for seq in held:
-                self.scheduler.compute_again(seq)
-            log.warning("%d stored blocks of the cache are gone or damaged: what %d sequences had in them is computed"
-                        " again", len(lost), len(held))  # fmt: skip
+        if not lost:
+            return batch
+        self.blocks.forget(lost)
+        held = [seq for seq in self.scheduler.running if not lost.isdisjoint(seq.blocks)]
+        for seq in held:
+            self.scheduler.compute_again(seq)
+        arriving = self.imports.recompute(lost) if self.imports is not None else 0
+        log.warning("%d stored blocks of the cache are gone or damaged: what %d sequences had in them is computed"
+                    " again", len(lost), len(held) + arriving)  # fmt: skip
         return [(seq, n) for seq, n in batch if seq not in held]
 
     def release(self) -> None:
@@ -318,9 +319,11 @@ class Engine:
 
     def held(self) -> dict[str, float]:
         """Bytes of the model's weights and of the pool of keys and values."""
-        caches = [c for c in self.runner.cache.values() if isinstance(c, PagedCache)]
         weights = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers())}
-        return {"parameters": float(sum(weights.values())), "kv_cache": float(sum(c.nbytes for c in caches))}
+        return {
+            "parameters": float(sum(weights.values())),
+            "kv_cache": float(sum(c.nbytes for c in self.runner.paged())),
+        }
 
     def check(self) -> None:
         """Assert what must hold between two steps."""

@@ -214,6 +214,8 @@ class EngineLoop:
 
         def sleep(engine: Engine) -> None:
             if not self.asleep:
+                if self._streams:  # the engine may have ended what is not sent yet
+                    raise Busy(f"{len(self._streams)} requests are being served", retry_after=1.0)
                 engine.release()
                 self.asleep = True
 

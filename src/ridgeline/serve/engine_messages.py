@@ -11,7 +11,7 @@ import io
 import pickle
 import struct
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,8 @@ class Kind(IntEnum):
     REPORT = 11
     ANSWER = 12
     FAILED = 13
+    HANDLED = 14
+    CLOSING = 15
 
 
 @dataclass(frozen=True)
@@ -106,18 +108,19 @@ class Frames:
     def __init__(self) -> None:
         self._held = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
+    def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
         """The messages that ``data`` completes: kind and contents."""
         self._held += data
-        at = 0
+        found, at = [], 0
         while len(self._held) - at >= _HEAD.size:
             size, kind = _HEAD.unpack_from(self._held, at)
             if len(self._held) - at - _HEAD.size < size:
                 break
             at += _HEAD.size
-            yield Kind(kind), bytes(self._held[at : at + size])
+            found.append((Kind(kind), bytes(self._held[at : at + size])))
             at += size
         del self._held[:at]
+        return found
 
 
 class _Pickler(pickle.Pickler):

@@ -40,7 +40,7 @@ log = logging.getLogger("ridgeline.serve")
 READ = 1 << 20
 """Most bytes to read at once."""
 LAST = 8.0
-"""Seconds that the last step and the end of the other ranks may take."""
+"""Seconds that the last step may take."""
 
 
 class _Gone(Exception):
@@ -55,6 +55,8 @@ class EngineProcess:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stop = False
+        self._stepped = threading.Event()
+        """Set after the last step."""
         self._engine: Engine | None = None
         """None: it is loading, or sleeps."""
         self._transfers: Transfers | None = None
@@ -95,6 +97,9 @@ class EngineProcess:
             self._send(Kind.FAILED, f"{type(e).__name__}: {e}".encode())  # at once: the rest may take a while
             return 1
         finally:
+            self._stepped.set()
+            with contextlib.suppress(_Gone):
+                self._send(Kind.CLOSING, b"")
             if self._transfers is not None:
                 self._transfers.close()
             if self._engine is not None:
@@ -141,24 +146,32 @@ class EngineProcess:
             yield from self._frames.feed(data)
 
     def _read(self, job: Job, messages: Any) -> None:
+        try:
+            self._listen(job, messages)
+        except Exception:
+            log.exception("a message of the server cannot be read")
+        if not self._serves:
+            os._exit(1)  # nothing else ends what is loading
+        with self._wake:
+            self._stop = True
+            self._wake.notify()
+        if not self._stepped.wait(LAST):
+            log.error("the engine hangs in a step")
+            os._exit(1)  # nothing else ends it
+
+    def _listen(self, job: Job, messages: Any) -> None:
+        """Take what the server says, until it ends the engine or has gone."""
         vocabulary: Vocabulary | None = None
         grammars: Grammars | None = None
         for kind, contents in messages:
             if kind is Kind.STOP:
-                break
+                return
             if kind is Kind.VOCABULARY:
                 vocabulary, ends = pickle.loads(contents)
                 grammars = Grammars(vocabulary, ends)
                 continue
             value = unpack_request(contents, vocabulary, grammars) if kind is Kind.ADD else pickle.loads(contents)
             self._post(partial(self._carry_out, job, kind, value))
-        if not self._serves:
-            os._exit(1)  # nothing else ends what is loading
-        with self._wake:
-            self._stop = True
-            self._wake.notify()
-        time.sleep(LAST)
-        os._exit(1)  # nothing else ends a step that hangs
 
     def _carry_out(self, job: Job, kind: Kind, value: Any) -> None:
         """What has been asked, on the engine's thread."""
@@ -242,7 +255,9 @@ class EngineProcess:
                 return False
         while self._inbox:
             self._inbox.popleft()()
-        if self._engine is not None:
+        if self._engine is None:
+            self._send(Kind.HANDLED, pickle.dumps(self._handled))
+        else:
             self._send(Kind.REPORT, pack(self._step(self._engine)))
         return True
 

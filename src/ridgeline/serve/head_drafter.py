@@ -77,13 +77,13 @@ class HeadDrafter:
         runner.beside += [c for c in self.runner.cache.values() if isinstance(c, PagedCache)] + [self.features]
         runner.after_pass = self._keep
         self.read: dict[Row, tuple[int, int]] = {}
-        """How many tokens of a sequence the head has read, and how often it had been preempted then."""
+        """How many tokens of a sequence the head has read, and when the sequence had joined then."""
 
     @torch.inference_mode()
     def __call__(self, seqs: Sequence[Row], most: list[int]) -> list[Draft]:
         """A tree for each sequence, of at most ``most`` levels."""
         self.read = {s: self.read[s] for s in seqs if s in self.read}
-        trees = [_Growing(s, n) for s, n in zip(seqs, most, strict=True) if n > 0 and self._room(s, n)]
+        trees = [_Growing(s, n) for s, n in zip(seqs, most, strict=True) if n > 0 and self._room(s, n, len(seqs))]
         if trees:
             self._grow(trees, self._caught_up([t.seq for t in trees]))
         found = {t.seq: pruned(t.nodes, self.nodes, t.levels) for t in trees}
@@ -100,10 +100,13 @@ class HeadDrafter:
         rows[slots, :-1] = hidden.to(rows.dtype)
         rows[slots, -1] = 0
 
-    def _room(self, seq: Row, levels: int) -> bool:
-        """Whether the pool has room for a sequence's nodes, without which nothing is drafted."""
-        wanted = max(self.nodes, self.branches * (levels - 1))
-        copies = self.blocks.grow(seq, len(seq.tokens) + wanted)
+    def _room(self, seq: Row, levels: int, running: int) -> bool:
+        """Whether the pool has room for a sequence's nodes, without which nothing is drafted, beside a block for each
+        of the ``running`` sequences."""
+        wanted = len(seq.tokens) + max(self.nodes, self.branches * (levels - 1))
+        if self.blocks.needed(wanted) - len(seq.blocks) > self.blocks.free - running:
+            return False
+        copies = self.blocks.grow(seq, wanted)
         if copies:
             source, target = ([slot for pair in copies for slot in self._slots_of(pair[i])] for i in (0, 1))
             self.target.move(source, target)
@@ -130,14 +133,14 @@ class HeadDrafter:
                     batch, room = [], self.rows_at_once
         ends += self._reads(batch)
         for seq in seqs:
-            self.read[seq] = len(seq.tokens), seq.group.preemptions
+            self.read[seq] = len(seq.tokens), seq.admitted
         return torch.stack(ends) if len(ends) > 1 else ends[0][None]
 
     def _unread(self, seq: Row) -> int:
         """The first token that the head has to read: the last known one at the latest."""
         last = len(seq.tokens) - 1
-        known, preemptions = self.read.get(seq, (0, 0))
-        if preemptions != seq.group.preemptions:  # it has other blocks
+        known, admitted = self.read.get(seq, (0, 0))
+        if admitted != seq.admitted:  # it has other blocks
             known = 0
         if known:
             return min(known, last)
@@ -201,12 +204,17 @@ class HeadDrafter:
 
     def _add(self, trees: list[_Growing], parents: list[list[int]], features: Tensor, level: int) -> None:
         """Add the likeliest tokens behind ``parents`` (nodes of each tree), whose rows are ``features`` [R, H]."""
-        logits = self.target.logits(features)
-        values, tokens = logits.topk(self.branches, dim=1)
-        scores, ids, row = (values - logits.logsumexp(1, keepdim=True)).tolist(), tokens.tolist(), 0
-        for t, some in zip(trees, parents, strict=True):
+        scores: list[list[float]] = []
+        ids: list[list[int]] = []
+        for some in features.split(self.rows_at_once):
+            logits = self.target.logits(some)
+            values, tokens = logits.topk(self.branches, dim=1)
+            scores += (values - logits.logsumexp(1, keepdim=True)).tolist()
+            ids += tokens.tolist()
+        row = 0
+        for t, behind in zip(trees, parents, strict=True):
             t.frontier = []
-            for parent in some:
+            for parent in behind:
                 before = t.nodes[parent].score if parent >= 0 else 0.0
                 for score, token in zip(scores[row], ids[row], strict=True):
                     t.frontier.append(len(t.nodes))

@@ -43,7 +43,11 @@ _READ = 1 << 20
 _METRICS = 5.0
 """Seconds to wait for what the engine counts."""
 _CLOSE = 10.0
-"""Seconds that the process has to end."""
+"""Seconds that the last step may take."""
+_START = (
+    "import sys; sys.path.append(sys.path.pop(0));"  # modules of the current folder do not hide others
+    " from ridgeline.serve.engine_process import main; main()"
+)
 
 
 class EngineLost(RuntimeError):
@@ -71,7 +75,7 @@ class RemoteEngine:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ridgeline.serve.engine_process", str(theirs.fileno())],
+                [sys.executable, "-c", _START, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         self._told, self._tell = os.pipe()
@@ -81,6 +85,8 @@ class RemoteEngine:
         self._news.register(self._socket, selectors.EVENT_READ)
         self._news.register(self._told, selectors.EVENT_READ)
         self._frames = Frames()
+        self._early: list[tuple[Kind, bytes]] = []
+        """What came together with the first message."""
         self._outbox: list[bytes] = []
         self._reports: deque[StepReport] = deque()
         self._answers: deque[tuple[Any, Exception | None]] = deque()
@@ -121,9 +127,9 @@ class RemoteEngine:
         return self
 
     def _first(self) -> tuple[Kind, bytes]:
-        while True:
-            for message in self._frames.feed(self._received(0)):
-                return message
+        while not self._early:
+            self._early += self._frames.feed(self._received(0))
+        return self._early.pop(0)
 
     def _take(self, facts: Facts) -> None:
         self.spec, self.eos, self.max_model_len = facts.spec, facts.eos, facts.max_model_len
@@ -133,25 +139,41 @@ class RemoteEngine:
         self.role, self.transfer_port, self.fingerprint = facts.role, facts.transfer_port, facts.fingerprint
 
     def close(self, seconds: float = _CLOSE) -> bool:
-        """End the process → whether it ended by itself within ``seconds``."""
+        """End the process → whether it ended well. Its last step may take ``seconds``; then what it keeps of the cache
+        is written, however long that takes."""
         if self._closed:
             return True
-        self._closed = self._lost = True
+        failed, self._closed, self._lost = self._lost, True, True
         with contextlib.suppress(OSError):
             self._socket.sendall(framed(Kind.STOP, b""))
+        if not self._stepped(seconds):
+            if seconds:
+                log.error("the engine hangs in a step: killed")
+            self.process.kill()
+        self.process.wait()
         self._socket.close()
         self._news.close()
         for end in (self._told, self._tell):
             os.close(end)
+        code = self.process.returncode
+        if code and seconds and not failed:
+            log.error("the engine's process ended with exit code %d", code)
+        return not code
+
+    def _stepped(self, seconds: float) -> bool:
+        """Whether the engine has ended its last step within ``seconds``."""
+        until = time.monotonic() + seconds
         try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            if seconds:
-                log.error("the engine hangs in a step: killed")
-            self.process.kill()
-            self.process.wait()
+            while (left := until - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                data = self._socket.recv(_READ)
+                if not data or any(kind is Kind.CLOSING for kind, _ in self._frames.feed(data)):
+                    return True
+        except TimeoutError:
             return False
-        return True
+        except OSError:
+            return True
+        return False
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -203,6 +225,8 @@ class RemoteEngine:
         """As :meth:`ridgeline.serve.engine.Engine.release`; the process stays."""
         self._call("release")
         self._adapters.clear()
+        self._reports.clear()  # of requests that have gone
+        self._busy, self._since = False, None
 
     def rebuild(self) -> RemoteEngine:
         """Make the engine again, after its release. Raises :class:`UserError`, and it sleeps on."""
@@ -215,6 +239,8 @@ class RemoteEngine:
 
     def _call(self, name: str, *args: Any, patient: bool = False) -> Any:
         """What a method of the engine returns or raises; between two steps."""
+        if self._lost:
+            raise EngineLost("the engine's process has ended")
         self._ask(Kind.CALL, pickle.dumps((name, args)))
         self._flush()
         self._patient = patient
@@ -245,7 +271,7 @@ class RemoteEngine:
     def rouse(self) -> None:
         """End a :meth:`wait`, or the next one at once; from any thread."""
         if not self._closed:
-            with contextlib.suppress(BlockingIOError):  # it is told already
+            with contextlib.suppress(OSError):  # it is told already, or closed meanwhile
                 os.write(self._tell, b".")
 
     def report(self) -> StepReport | None:
@@ -279,7 +305,8 @@ class RemoteEngine:
             self._socket.sendall(parcel)
 
     def _receive(self, flags: int) -> None:
-        for kind, contents in self._frames.feed(self._received(flags)):
+        early, self._early = self._early, []
+        for kind, contents in early or self._frames.feed(self._received(flags)):
             if kind is Kind.REPORT:
                 report = unpack(contents)
                 self._handled, self._busy, self.exporting = report.handled, report.busy, report.exporting
@@ -287,6 +314,8 @@ class RemoteEngine:
             elif kind is Kind.ANSWER:
                 self._handled, value, error = pickle.loads(contents)
                 self._answers.append((value, error))
+            elif kind is Kind.HANDLED:
+                self._handled, self._busy = pickle.loads(contents), False
             elif kind is Kind.FAILED:
                 self._lost, self._since = True, None
                 raise EngineLost(contents.decode())

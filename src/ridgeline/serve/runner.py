@@ -165,9 +165,10 @@ class Runner:
 
     def pool(self) -> list[list[Tensor]]:
         """The tensors of the pool, [1, G, slots, ·] each, by layer, and after these what else the blocks keep."""
-        return [cache.tensors() for cache in self._caches()]
+        return [cache.tensors() for cache in self.paged()]
 
-    def _caches(self) -> list[PagedCache]:
+    def paged(self) -> list[PagedCache]:
+        """What lies in the pool's blocks: the layers' keys and values, and what else is kept of a token."""
         return [*(c for c in self.cache.values() if isinstance(c, PagedCache)), *self.beside]
 
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
@@ -318,7 +319,7 @@ class Runner:
     def move(self, source: list[int], target: list[int]) -> None:
         """Copy what is kept in slots ``source`` to ``target``; all are read before any is written."""
         moved = upload(self.device, source, target)
-        for cache in self._caches():
+        for cache in self.paged():
             cache.copy(moved[0], moved[1])
 
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
@@ -377,5 +378,5 @@ class Runner:
             return
         size = torch.arange(self.block_size, device=self.device)
         slots = [(blocks[:, None] * self.block_size + size).flatten() for blocks in (source, target)]
-        for cache in self._caches():
+        for cache in self.paged():
             cache.copy(slots[0], slots[1])

@@ -35,7 +35,7 @@ class Evaluations:
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints."""
-        return {"found": self.found}
+        return {"found": list(self.found)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from a checkpoint."""

@@ -1,5 +1,4 @@
-"""One measured serving cell: the real server as `ridgeline serve` runs it, the real client in another process, and HTTP
-between them."""
+"""One measured serving cell: the real server, the real client in another process, and HTTP between them."""
 
 from __future__ import annotations
 

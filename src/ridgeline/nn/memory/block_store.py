@@ -215,7 +215,9 @@ class BlockStore:
         """Take in that blocks have come, all but the ``lost`` ones."""
         for c in coming:
             if c.key in lost:
-                self._files.pop(c.key, None)
+                if c.key in self._files:
+                    del self._files[c.key]
+                    self._path(c.key).unlink(missing_ok=True)
                 continue
             self.restored += 1
             if c.keep is not None and c.key not in self._host:

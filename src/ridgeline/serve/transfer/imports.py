@@ -8,6 +8,7 @@ the request joins the queue like any other, with the first token if that had com
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -137,6 +138,16 @@ class Imports:
             seq.n_computed = upto
             self.blocks.commit(seq)
             self.scheduler.join(seq)
+
+    def recompute(self, blocks: Set[int]) -> int:
+        """Compute here the prompts that hold any of ``blocks``, whose contents are not what they were taken for → how
+        many."""
+        held = [name for name, seq in self.open.items() if not blocks.isdisjoint(seq.blocks)]
+        for name in held:
+            if (seq := self._found(name)) is not None and self.client is not None:
+                self.client.cancel(seq.group.request.prefill_at, name)
+            self.lost(name)
+        return len(held)
 
     def lost(self, request: str) -> None:
         """The transfer has failed: the prompt is computed here."""
