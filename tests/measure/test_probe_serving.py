@@ -71,6 +71,24 @@ def test_known_costs_are_found_again():
     assert d.rates["attention_pool.int8"].latency == pytest.approx(50e-6 + TRUE["layer"], rel=0.02)
 
 
+def test_a_server_beside_the_engines_process_hides_behind_its_steps():
+    """Its own seconds are found where they are longer than a narrow model's steps, and predicted as a lower bound."""
+    costs, true = found(), {"serve.token": 4e-4, "serve.reply": 2e-3, "serve.request": 5e-3, "serve.admission": 1.5e-3}
+    lone, crowd = true["serve.reply"] + true["serve.token"], true["serve.reply"] + 16 * true["serve.token"]
+    costs["http"] = {"clients": 16, "apart": 1.0, "alone_s": lone + true["serve.request"] + true["serve.admission"],
+                     "crowd_s": crowd / 16 + true["serve.admission"], "token_s": crowd,
+                     "lone_token_s": lone}  # fmt: skip
+    d = with_serving(bare(), costs)
+    for name, value in true.items():
+        assert d.host_latency[name] == pytest.approx(value, rel=0.02), name
+    e = serving_experiment(narrow(2), 1, d, requests=4, output_len=20)
+    assert predict(e).metrics["tpot_p50_s"].value == pytest.approx(lone, rel=0.02)
+    large = serving_experiment(deep(20), 1, d, requests=4, output_len=20)
+    alone = step(deep(20), 1)
+    assert alone > 1.5 * lone
+    assert predict(large).metrics["tpot_p50_s"].value == pytest.approx(alone, rel=0.05)
+
+
 def test_operators_are_slower_where_weights_outgrow_the_caches_and_faster_where_these_hold_them():
     costs = found()
     costs["deep"]["20,1"] += 4e-3

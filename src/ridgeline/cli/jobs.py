@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ridgeline.cli.base import say
+from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
     from ridgeline.jobs.job import TrainOptions

@@ -160,7 +160,8 @@ class Device(BaseModel):
     Python, emptied caches), by number of processes ("1", "2"); "decode": in a decode step; the serving
     engine's own seconds: "serve.iteration" and "serve.reply" (of one: to run it, to send what it gave),
     "serve.sequence" and "serve.token" (the same of a sequence in it), "serve.request" (before and after the engine),
-    "serve.admission" (of that, what its first iteration waits for). Measured on small reference models."""
+    "serve.admission" (of that, what its first iteration waits for), "serve.apart" (1: "reply" and "token" are those of
+    a process beside the engine's). Measured on small reference models."""
     step_latency: list[list[float]] = Field(default_factory=list)
     """What an operator costs in a step of the serving engine beyond what it costs timed alone, by rising size of the
     model: [bytes of weights, seconds with 1 row, …] for each of ``STEP_ROWS``, first those of decode steps, then those

@@ -194,6 +194,8 @@ def http_latency(found: dict[str, Any]) -> dict[str, float]:
     http, (layers, several) = found["http"], NARROW_STEPS[1]
     one, many = (found["served"][f"{layers},{n}"] for n in (1, several))
     step = one + (many - one) / (several - 1) * (http["clients"] - 1)
+    if http.get("apart"):
+        return _http_apart(http, one, step)
     lone = max(0.0, http["lone_token_s"] - one)
     token = max(0.0, http["token_s"] - step - lone) / (http["clients"] - 1)
     reply = max(0.0, lone - token)
@@ -203,6 +205,22 @@ def http_latency(found: dict[str, Any]) -> dict[str, float]:
         "serve.reply": reply,
         "serve.admission": admission,
         "serve.request": max(0.0, http["alone_s"] - one - reply - token - admission),
+    }
+
+
+def _http_apart(http: dict[str, Any], one: float, step: float) -> dict[str, float]:
+    """The same of a server beside the engine's process: the slower of both is seen. ``one``, ``step``: seconds of a
+    step of one client and of all."""
+    token = max(0.0, http["token_s"] - http["lone_token_s"]) / (http["clients"] - 1)
+    reply = max(0.0, http["lone_token_s"] - token)
+    one, step = max(one, reply + token), max(step, reply + http["clients"] * token)
+    admission = max(0.0, http["crowd_s"] - step / http["clients"])
+    return {
+        "serve.token": token,
+        "serve.reply": reply,
+        "serve.admission": admission,
+        "serve.request": max(0.0, http["alone_s"] - one - admission),
+        "serve.apart": 1.0,
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ridgeline.measure.environment import cores
 from ridgeline.measure.probing.probe import NARROW_STEPS, STEP_DEPTHS, deep, narrow, serving_experiment
 from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece, singles
 from ridgeline.nn.memory.step_pages import make_pages
@@ -129,5 +130,6 @@ def _http(device: torch.device, quick: bool) -> dict[str, float]:
     n = 12 if quick else 120
     alone, together = ask(1, n // 4, 1, _RATE), ask(CLIENTS, 2 * n, 1)
     lone, tokens = ask(1, n // 4, 40), ask(CLIENTS, n, 40)
-    return {"clients": CLIENTS, "alone_s": alone["e2e_p50_s"], "crowd_s": 1 / together["requests_per_s"],
-            "token_s": tokens["tpot_p50_s"], "lone_token_s": lone["tpot_p50_s"]}  # fmt: skip
+    apart = float(device.type == "cpu" and cores() > 1)  # as serve_load has it
+    return {"clients": CLIENTS, "apart": apart, "alone_s": alone["e2e_p50_s"],
+            "crowd_s": 1 / together["requests_per_s"], "token_s": tokens["tpot_p50_s"], "lone_token_s": lone["tpot_p50_s"]}  # fmt: skip

@@ -77,6 +77,11 @@ class EngineCosts:
     admission_s: float = 0.0
     """Seconds that the first iteration of a request is delayed by its parsing (HTTP, JSON) in parallel with the
     engine."""
+    reply_s: float = 0.0
+    """Seconds per iteration in a server's process beside the engine's, which makes text of an iteration and sends it
+    while the engine computes the next one."""
+    token_s: float = 0.0
+    """The same per running sequence."""
     expand_share: float = 0.33
     """Relative rate of a prompt's products whose weights are dequantized on the fly (4 bits), with kernels optimized
     for few rows."""
@@ -266,10 +271,14 @@ def own_engine(device: Device) -> EngineCosts:
     engine, known = replace(ENGINES[OWN], graphs=False, dispatch_s=0.0, kernel="packed"), device.host_latency
     if "serve.reply" not in known:  # not probed, or by an older version
         return engine
+    apart = known.get("serve.apart", 0.0)  # 1: the engine has a process of its own
+    beside = 1.0 - apart
     return replace(
         engine,
-        iteration_s=known["serve.iteration"] + known["serve.reply"],
-        sequence_s=known["serve.sequence"] + known["serve.token"],
+        iteration_s=known["serve.iteration"] + beside * known["serve.reply"],
+        sequence_s=known["serve.sequence"] + beside * known["serve.token"],
+        reply_s=apart * known["serve.reply"],
+        token_s=apart * known["serve.token"],
         request_s=known["serve.request"],
         admission_s=known["serve.admission"],
         source="measured on this machine",

@@ -285,7 +285,8 @@ class Iterations:
         e = self.engine
         hidden = e.schedule_s + e.sequence_s * n if e.overlap else 0.0
         eager = eager or not e.graphs or (e.name == OWN and n > CAPTURED_SEQUENCES)
-        return max(hidden + (self.dispatch_s if eager else 0.0), self.parts.weights.beside)
+        text = e.reply_s + e.token_s * n - self._waits(n)
+        return max(hidden + (self.dispatch_s if eager else 0.0), self.parts.weights.beside, text)
 
     def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int, pads: int = 0) -> float:
         """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences, which do
