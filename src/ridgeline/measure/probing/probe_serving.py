@@ -132,4 +132,5 @@ def _http(device: torch.device, quick: bool) -> dict[str, float]:
     lone, tokens = ask(1, n // 4, 40), ask(CLIENTS, n, 40)
     apart = float(device.type == "cpu" and cores() > 1)  # as serve_load has it
     return {"clients": CLIENTS, "apart": apart, "alone_s": alone["e2e_p50_s"],
-            "crowd_s": 1 / together["requests_per_s"], "token_s": tokens["tpot_p50_s"], "lone_token_s": lone["tpot_p50_s"]}  # fmt: skip
+            "crowd_s": 1 / together["requests_per_s"], "token_s": tokens["tpot_p50_s"],
+            "lone_token_s": lone["tpot_p50_s"]}  # fmt: skip
