@@ -79,9 +79,14 @@ def long_to_close(build, closed):
     return engine
 
 
-def hanging(build):
-    """One whose steps do not end, of which the last one gets half a second."""
+def hanging(build, began):
+    """One whose steps do not end, of which the last one gets half a second; a step makes a file first."""
     engine_process.LAST = 0.5
     engine = build()
-    engine.step = lambda: time.sleep(1000)
+
+    def step():
+        began.touch()
+        time.sleep(1000)
+
+    engine.step = step
     return engine

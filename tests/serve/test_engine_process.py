@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 
@@ -421,11 +422,16 @@ def test_what_is_kept_is_written_however_long_that_takes(folder, tmp_path):
     assert closed.exists()
 
 
-def test_an_engine_that_hangs_does_not_end_well(folder, caplog):
-    engine = RemoteEngine(partial(apart.hanging, loading(folder))).wait_ready()
+def test_an_engine_that_hangs_does_not_end_well(folder, tmp_path, caplog):
+    began = tmp_path / "began"
+    engine = RemoteEngine(partial(apart.hanging, loading(folder), began)).wait_ready()
     engine.add(EngineRequest("a", [1, 2, 3], Sampling(max_tokens=3)))
     engine.rouse()
     engine.wait()
+    deadline = time.monotonic() + 60
+    while not began.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert not engine.close(60.0)
     assert "exit code 1" in caplog.text
 

@@ -159,6 +159,11 @@ class Blocks:
                 seq.blocks.append(self._start(seq, self.needed(max(tokens, expect))))
         return copies
 
+    def shrink(self, seq: Sequence, tokens: int) -> None:
+        """Give back a sequence's blocks behind those of ``tokens`` tokens; nothing in them is needed."""
+        for _ in range(len(seq.blocks) - max(self.needed(tokens), seq.committed)):
+            self._drop(seq.blocks.pop())
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the blocks of ``parent`` with ``child``; the first to write copies."""
         child.blocks, child.keys = parent.blocks[:], list(parent.keys)
@@ -187,12 +192,7 @@ class Blocks:
     def release(self, seq: Sequence) -> None:
         """Release all blocks, the last first, so that prefixes stay cached longer than what follows them."""
         for block in reversed(seq.blocks):
-            self.refs[block] -= 1
-            if not self.refs[block]:
-                if self.key[block] is None:
-                    self._empty(block)
-                else:
-                    self.cached[block] = None
+            self._drop(block)
         seq.blocks, seq.n_computed, seq.committed = array("i"), 0, 0
         self.claim[self.claim == id(seq)] = -1
 
@@ -248,6 +248,15 @@ class Blocks:
             self.store.save(key, block)
         self._forget(block)
         return block
+
+    def _drop(self, block: int) -> None:
+        """One sequence less holds a block."""
+        self.refs[block] -= 1
+        if not self.refs[block]:
+            if self.key[block] is None:
+                self._empty(block)
+            else:
+                self.cached[block] = None
 
     def _forget(self, block: int) -> None:
         key = self.key[block]
