@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from itertools import pairwise
 from typing import Any
 
 from ridgeline.spec.system import System
 from ridgeline.techniques.registry import partners, registry
 from ridgeline.techniques.technique import PHASES, Technique
+
+_PARSING = threading.Lock()
+"""Held while source is parsed: Python 3.11 counts the depth of all threads' trees together, and fails."""
 
 
 def card(cls: type[Technique]) -> dict[str, Any]:
@@ -52,7 +56,8 @@ def _meanings(cls: type[Technique]) -> dict[str, str]:
     takes longer than all else there."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(Technique)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        with _PARSING:
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, text in pairwise(body.body):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
