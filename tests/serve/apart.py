@@ -64,18 +64,29 @@ def unforeseen():
     raise ValueError("this was not foreseen")
 
 
-def long_to_close(build, closed):
+def long_to_close(build, closed, seconds=1.0):
     """One that takes longer to close than its last step may take, and makes a file when it has."""
     engine_process.LAST = 0.2
     engine = build()
     plain = engine.close
 
     def close():
-        time.sleep(1)
+        time.sleep(seconds)
         plain()
         closed.touch()
 
     engine.close = close
+    return engine
+
+
+def failing(build, closed, seconds):
+    """One whose step fails, and that takes longer to close than its last step may take."""
+    engine = long_to_close(build, closed, seconds)
+
+    def step():
+        raise RuntimeError("the kernel is gone")
+
+    engine.step = step
     return engine
 
 

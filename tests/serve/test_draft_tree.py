@@ -321,6 +321,38 @@ def test_drafts_leave_the_others_their_next_block(llama, tmp_path):
     assert eng.stats().drafted_tokens > 0
 
 
+def test_trees_are_no_larger_than_a_step(llama, tmp_path):
+    untrained(llama, tmp_path)
+    plan = f"speculative:draft={tmp_path},tokens=8,branches=6,nodes=128"
+    eng = always(engine(llama, plan, max_num_batched_tokens=16, kv_cache_bytes=1 << 20))
+    requests = [ask("a", [1, 2, 3], 24)]
+    checked = []
+    plain = eng.next_tokens._settle
+    eng.next_tokens._settle = lambda kept: (checked.extend(len(s.draft) for s in kept), plain(kept))
+    assert run(eng, *requests)[0] == truth_of(llama, requests)
+    assert max(checked) == 15
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_a_draft_that_is_dropped_keeps_no_blocks(llama, tmp_path, reserve):
+    untrained(llama, tmp_path)
+    plan = [f"speculative:draft={tmp_path},tokens=8,branches=6,nodes=40", *(["-paged_kv"] if reserve else [])]
+    if not reserve:
+        plan.append("paged_kv:block_size=4")
+    eng = always(engine(llama, *plan, max_num_batched_tokens=64, kv_cache_bytes=1 << 20))
+    for i in range(4):  # whose trees do not fit a step together
+        eng.add(ask(str(i), [i + 1, 2, 3, 4, 5], 24))
+    dropped = 0
+    while eng.has_work():
+        eng.step()
+        eng.check()
+        for seq in eng.scheduler.running:
+            most = eng.scheduler._longest(seq) if eng.limits.reserve else len(seq.tokens)
+            assert len(seq.blocks) <= eng.blocks.needed(max(most, len(seq.tokens)))
+            dropped += 1
+    assert dropped
+
+
 def test_memory_counts_what_a_head_keeps(llama, tmp_path):
     untrained(llama, tmp_path)
     plain = engine(llama, kv_cache_bytes=1 << 20)

@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -404,6 +405,7 @@ def test_what_it_refuses_is_the_users_mistake(folder, tmp_path):
         done = subprocess.run(command + options, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2
         assert said in done.stderr
+        assert "exit code" not in done.stderr
         assert "Traceback" not in done.stderr
 
 
@@ -420,6 +422,37 @@ def test_what_is_kept_is_written_however_long_that_takes(folder, tmp_path):
     engine = RemoteEngine(partial(apart.long_to_close, loading(folder), closed)).wait_ready()
     assert engine.close(60.0)
     assert closed.exists()
+
+
+def failed(folder, closed):
+    engine = RemoteEngine(partial(apart.failing, loading(folder), closed, 2.0)).wait_ready()
+    engine.add(EngineRequest("a", [1, 2, 3], Sampling(max_tokens=3)))
+    engine._flush()
+    assert select.select([engine._socket], [], [], 60)[0]  # it has said so
+    return engine
+
+
+def test_a_failure_that_a_call_learns_of_is_everybodys(folder, tmp_path):
+    """Before the engine's process has ended."""
+    engine = failed(folder, tmp_path / "closed")
+    with pytest.raises(EngineLost, match="the kernel is gone"):
+        engine.reset_prefix_cache()
+    for ask in (engine.wait, engine.reset_prefix_cache):
+        with pytest.raises(EngineLost, match="the kernel is gone"):
+            ask()
+    assert not (tmp_path / "closed").exists()
+    assert not engine.close()
+
+
+def test_what_a_failed_engine_keeps_is_written(folder, tmp_path, caplog):
+    """Its failure and the end of its last step may come in one piece."""
+    engine = failed(folder, tmp_path / "closed")
+    time.sleep(0.5)  # most likely both have come
+    with pytest.raises(EngineLost, match="the kernel is gone"):
+        engine.wait()
+    assert not engine.close(0.2)
+    assert (tmp_path / "closed").exists()
+    assert "hangs" not in caplog.text
 
 
 def test_an_engine_that_hangs_does_not_end_well(folder, tmp_path, caplog):

@@ -198,3 +198,8 @@ def test_a_divided_model_is_refused(corpus, plan):
 def test_an_encoder_is_refused(corpus):
     with pytest.raises(Incompatible, match="no decoder"):
         make_trainer(experiment(corpus, "eagle", model=MODEL.changed(causal=False)))
+
+
+def test_a_loss_of_nothing_is_refused(corpus):
+    with pytest.raises(Incompatible, match="nothing is trained"):
+        make_trainer(experiment(corpus, "eagle:regression=0,classification=0"))

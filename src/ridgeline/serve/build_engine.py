@@ -207,8 +207,9 @@ def _free(run: ServeBuild) -> float:
 
 def _drafting(run: ServeBuild, drafts: Drafts, longest: int, runner: Runner, table: Blocks) -> Drafting:
     if drafts.head is not None:
+        most = run.limits.max_num_batched_tokens  # with the last known token: larger trees are never checked
         drafter = HeadDrafter(drafts.head, runner, table, table.count * table.size, longest, drafts.branches,
-                              drafts.nodes, run.limits.max_num_batched_tokens)  # fmt: skip
+                              min(drafts.nodes, most - 1), most)  # fmt: skip
         return Drafting(drafter, drafts.tokens)
     if drafts.model is not None:
         longest = min(longest, drafts.model.spec.max_positions)

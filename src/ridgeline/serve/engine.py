@@ -232,6 +232,8 @@ class Engine:
                 self.adapters.activate(batch, self.runner.rows(batch))
             if self.exports is not None:  # what is sent has to be right
                 batch = self._restored(batch)
+                if not batch:
+                    return
                 self.exports.begin_pass(batch)
             hidden = self.runner.run(batch, step.copies)
             if self.exports is not None:
@@ -279,8 +281,9 @@ class Engine:
         for seq in held:
             self.scheduler.compute_again(seq)
         arriving = self.imports.recompute(lost) if self.imports is not None else 0
-        log.warning("%d stored blocks of the cache are gone or damaged: what %d sequences had in them is computed"
-                    " again", len(lost), len(held) + arriving)  # fmt: skip
+        if held or arriving:
+            log.warning("%d stored blocks of the cache are gone or damaged: what %d sequences had in them is computed"
+                        " again", len(lost), len(held) + arriving)  # fmt: skip
         return [(seq, n) for seq, n in batch if seq not in held]
 
     def release(self) -> None:

@@ -160,9 +160,7 @@ class NextTokens:
                 source.append(seq.blocks[place // size] * size + place % size)
                 target.append(seq.blocks[own // size] * size + own % size)
             seq.n_computed = start + 1 + len(nodes)
-            if seq.draft:
-                self.blocks.shrink(seq, len(seq.tokens))
-            seq.drop_draft()
+            self.scheduler.drop_draft(seq)
         if source:
             self.runner.move(source, target)
 

@@ -45,7 +45,7 @@ _METRICS = 5.0
 _CLOSE = 10.0
 """Seconds that the last step may take."""
 _START = (
-    "import sys; sys.path.append(sys.path.pop(0));"  # modules of the current folder do not hide others
+    "import sys; sys.path += [sys.path.pop(0)] if sys.path[0] == '' else [];"  # the current folder hides nothing
     " from ridgeline.serve.engine_process import main; main()"
 )
 
@@ -98,8 +98,10 @@ class RemoteEngine:
         """Whether it loads something now, which may take long."""
         self.exporting = False
         """Whether it computes prompts for other servers."""
-        self._lost = False
-        self._closed = False
+        self._lost = self._closed = False
+        self._reason = "the engine's process has ended"
+        self._ready = self._closing = False
+        """Whether the model is loaded, and whether the last step has ended."""
         self._has_vocabulary = False
         self.vocabulary: Vocabulary | None = None
         """What grammars and stop strings are about."""
@@ -124,6 +126,7 @@ class RemoteEngine:
             self.close()
             raise pickle.loads(contents)
         self._take(pickle.loads(contents))
+        self._ready = True
         return self
 
     def _first(self) -> tuple[Kind, bytes]:
@@ -146,7 +149,8 @@ class RemoteEngine:
         failed, self._closed, self._lost = self._lost, True, True
         with contextlib.suppress(OSError):
             self._socket.sendall(framed(Kind.STOP, b""))
-        if not self._stepped(seconds):
+        hangs = not self._stepped(seconds)
+        if hangs:
             if seconds:
                 log.error("the engine hangs in a step: killed")
             self.process.kill()
@@ -156,13 +160,15 @@ class RemoteEngine:
         for end in (self._told, self._tell):
             os.close(end)
         code = self.process.returncode
-        if code and seconds and not failed:
+        if code and self._ready and not (failed or hangs):
             log.error("the engine's process ended with exit code %d", code)
         return not code
 
     def _stepped(self, seconds: float) -> bool:
         """Whether the engine has ended its last step within ``seconds``."""
         until = time.monotonic() + seconds
+        if self._closing:
+            return True
         try:
             while (left := until - time.monotonic()) > 0:
                 self._socket.settimeout(left)
@@ -180,7 +186,7 @@ class RemoteEngine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises :class:`ridgeline.serve.request.Invalid` for one that can never be served."""
         if self._lost:
-            raise EngineLost("the engine's process has ended")
+            raise EngineLost(self._reason)
         check_served(request, self.spec, self.max_model_len, self.adapters, self._ordered)
         contents, needs = pack_request(request, self.vocabulary)
         if needs and not self._has_vocabulary:
@@ -223,7 +229,7 @@ class RemoteEngine:
 
     def release(self) -> None:
         """As :meth:`ridgeline.serve.engine.Engine.release`; the process stays."""
-        self._call("release")
+        self._call("release", patient=True)
         self._adapters.clear()
         self._reports.clear()  # of requests that have gone
         self._busy, self._since = False, None
@@ -240,7 +246,7 @@ class RemoteEngine:
     def _call(self, name: str, *args: Any, patient: bool = False) -> Any:
         """What a method of the engine returns or raises; between two steps."""
         if self._lost:
-            raise EngineLost("the engine's process has ended")
+            raise EngineLost(self._reason)
         self._ask(Kind.CALL, pickle.dumps((name, args)))
         self._flush()
         self._patient = patient
@@ -259,8 +265,12 @@ class RemoteEngine:
     def wait(self) -> None:
         """Send what was asked, and wait for news, or until :meth:`rouse`. Raises :class:`EngineLost`."""
         self._flush()
+        if self._early:
+            self._receive(0)
         if self._reports:
             return
+        if self._lost:  # as a call has learned
+            raise EngineLost(self._reason)
         ready = {key.fd for key, _ in self._news.select()}
         if self._told in ready:
             with contextlib.suppress(BlockingIOError):
@@ -306,6 +316,7 @@ class RemoteEngine:
 
     def _receive(self, flags: int) -> None:
         early, self._early = self._early, []
+        failed = ""
         for kind, contents in early or self._frames.feed(self._received(flags)):
             if kind is Kind.REPORT:
                 report = unpack(contents)
@@ -317,8 +328,11 @@ class RemoteEngine:
             elif kind is Kind.HANDLED:
                 self._handled, self._busy = pickle.loads(contents), False
             elif kind is Kind.FAILED:
-                self._lost, self._since = True, None
-                raise EngineLost(contents.decode())
+                failed = contents.decode()
+            elif kind is Kind.CLOSING:
+                self._closing = True
+        if failed:
+            raise self._ended(failed)
         self._since = time.monotonic() if self._busy or self._sent > self._handled else None
 
     def _received(self, flags: int) -> bytes:
@@ -329,13 +343,19 @@ class RemoteEngine:
             data = b""
         if data:
             return data
-        self._lost, self._since = True, None
+        if self._lost:  # it has said why
+            raise EngineLost(self._reason)
         try:
             code = self.process.wait(_CLOSE)
         except subprocess.TimeoutExpired:
-            raise EngineLost("the engine's process has closed its connection") from None
+            raise self._ended("the engine's process has closed its connection") from None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise EngineLost(f"the engine's process {how}")
+        raise self._ended(f"the engine's process {how}")
+
+    def _ended(self, reason: str) -> EngineLost:
+        """What to raise from now on."""
+        self._lost, self._reason, self._since = True, reason, None
+        return EngineLost(reason)
 
 
 class ProcessLoop(EngineLoop):

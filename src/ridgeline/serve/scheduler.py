@@ -101,7 +101,7 @@ class Scheduler:
             if seq.admitted < 0:  # preempted meanwhile
                 continue
             if len(batch.tokens) >= lim.max_num_seqs:  # forks of a request that asks for more than that at once
-                seq.drop_draft()
+                self.drop_draft(seq)
                 continue
             n = self._share(seq, self._left(batch), not batch.tokens)
             if n and self._room(seq, n, batch):
@@ -125,7 +125,7 @@ class Scheduler:
             return missing
         if seq.draft:
             missing -= len(seq.draft)
-            seq.drop_draft()
+            self.drop_draft(seq)
             if missing <= budget:
                 return missing
         if self.limits.chunked and not self.whole:
@@ -147,9 +147,19 @@ class Scheduler:
     def _grow(self, seq: Sequence, n: int) -> list[Copy] | None:
         if self.whole:
             return []
-        longest = min(len(seq.group.request.prompt) + seq.group.request.sampling.max_tokens, self.max_model_len)
+        longest = self._longest(seq)
         tokens = longest if self.limits.reserve else seq.n_computed + n
         return self.blocks.grow(seq, max(tokens, seq.n_computed + n), longest)
+
+    def _longest(self, seq: Sequence) -> int:
+        """Tokens that a sequence may have in the end."""
+        return min(len(seq.group.request.prompt) + seq.group.request.sampling.max_tokens, self.max_model_len)
+
+    def drop_draft(self, seq: Sequence) -> None:
+        """Drop what is left of a draft, and give back the blocks that it had taken."""
+        if seq.draft:
+            self.blocks.shrink(seq, self._longest(seq) if self.limits.reserve else len(seq.tokens))
+        seq.drop_draft()
 
     def _preempt(self, seq: Sequence, batch: StepBatch) -> None:
         batch.tokens.pop(seq, None)

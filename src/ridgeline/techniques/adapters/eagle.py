@@ -70,6 +70,9 @@ class Eagle(Technique):
             head_spec(e.model)
         except UserError as error:
             self.needs(False, error.what, error.fix or "use a decoder")
+        self.needs(self.regression + self.classification > 0,
+                   "both parts of its loss have weight 0: nothing is trained",
+                   "give regression or classification a weight")  # fmt: skip
         axes = [axis for axis, degree in e.parallel.items() if degree > 1]
         self.needs(not axes, f"the plan divides the model over ranks ({', '.join(axes)}), and the head reads all of it",
                    "divide the batch alone, with data_parallel or zero")  # fmt: skip
