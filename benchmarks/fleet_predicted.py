@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from ridgeline import catalog, fleets
-from ridgeline.data.batches import train_tokenizer
-from ridgeline.data.text import documents
 from ridgeline.measure.environment import commit, fingerprint, load_average
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.init import build
@@ -187,10 +187,12 @@ def _scaled(args: argparse.Namespace, rate: float, file: Path) -> None:
 
 
 def _checkpoint(args: argparse.Namespace, folder: Path) -> Path:
-    """A model with random weights and a tokenizer."""
-    save_checkpoint(build(catalog.model(args.model), seed=0), folder)
-    text = [document for document, _ in zip(documents("stdlib"), range(200), strict=False)]
-    train_tokenizer(text, 2048).save(str(folder / "tokenizer.json"))
+    """A model with random weights. Each of its tokens is a word: clients time tokens by their text, and a random
+    model's bytes are rarely text of their own."""
+    spec = catalog.model(args.model)
+    save_checkpoint(build(spec, seed=0), folder)
+    words = {f"w{i}": i for i in range(spec.vocab_size)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return folder
 
 
