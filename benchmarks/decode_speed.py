@@ -45,7 +45,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate, Serve
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import check, default_plan, normalize
 
 MODEL = ModelSpec(
     name="bench-100m", family="llama", vocab_size=8000, hidden_size=1024, num_layers=8, num_heads=16, num_kv_heads=4,
@@ -79,10 +79,11 @@ def model_of(e: Experiment) -> Transformer:
 
 
 def engine_of(device: Device, dtype: str, plan: list[str], batch: int) -> Engine:
-    """A serving engine whose sequences are all decoding."""
+    """A serving engine with what ``ridgeline serve`` has by default, whose sequences are all decoding."""
     w = Serve(prompt_len=PROMPT, output_len=512, max_num_seqs=batch, max_num_batched_tokens=batch * PROMPT, dtype=dtype,
               max_model_len=1024)  # type: ignore[arg-type]  # fmt: skip
-    e = normalize(Experiment(model=MODEL, cluster=Cluster(device=device), workload=w, plan=Plan.parse(plan)))
+    whole = Plan.parse([*plan, *default_plan("serve")])
+    e = normalize(Experiment(model=MODEL, cluster=Cluster(device=device), workload=w, plan=whole))
     engine = make_engine(e, torch.device("cpu"))
     for i in range(batch):
         sampling = Sampling(max_tokens=512, temperature=0.0, ignore_eos=True)

@@ -265,7 +265,8 @@ class Runner:
         step.fill(ids)
         self.kinds = found.kinds[None] if step.kinds else None
         compute = self.compute if self.kinds is None else self.forward  # captured passes have one kind
-        if not self.padded:
+        self.layout.real = None
+        if not self.padded or len(step.pieces) == len(step.ids):  # a token of each sequence: there is nothing to pad
             return compute(ids[None], at)
         counts = np.array([p.stop - p.start for p in step.pieces])
         held = np.arange(counts.max()) < counts[:, None]
