@@ -19,6 +19,7 @@ from ridgeline.data.examples import TEMPLATES, Template, find_template, read_exa
 from ridgeline.data.packing import InstructionBatches, load_instructions, pack
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+from ridgeline.nn.model import attention
 from ridgeline.nn.model.init import build
 from ridgeline.predict import predict
 from ridgeline.runtime.train_build import LossModel
@@ -242,12 +243,13 @@ def test_long_examples_are_cut_and_counted(checkpoint, chat):
 # ---- packed rows see only themselves ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 @pytest.mark.parametrize("backend", ["naive", "flash"])
 def test_a_packed_row_is_its_examples_one_by_one(family, backend, checkpoint, chat):
     """Loss and gradients; without the mask both differ."""
     fields = {"family": family, "num_kv_heads": 4, "gated": False, "activation": "gelu", "position": "learned"}
-    spec = MODEL if family == "llama" else MODEL.model_copy(update=fields)
+    changes = {"llama": {}, "gpt2": fields, "mistral": {"sliding_window": 9}}
+    spec = MODEL.model_copy(update=changes[family])
     batches = InstructionBatches(load_instructions(tuning(checkpoint, chat).training, 300), 64, 4)
     packed = batches.batch(0)
 
@@ -269,6 +271,29 @@ def test_a_packed_row_is_its_examples_one_by_one(family, backend, checkpoint, ch
     assert torch.allclose(grad, want_grad, atol=1e-9)
     blind, _ = result([tuple(packed._replace(documents=None))])
     assert abs(blind - want) > 1e-4
+
+
+def test_a_cpu_attends_within_documents(checkpoint, chat, monkeypatch):
+    """Where only documents and causality mask: then no score is computed between documents."""
+    packed = InstructionBatches(load_instructions(tuning(checkpoint, chat).training, 300), 64, 4).batch(0)
+    scores = []
+    fused = attention.fused
+
+    def counted(q, k, *rest, **more):
+        scores[-1] += q.shape[0] * q.shape[2] * k.shape[2]
+        return fused(q, k, *rest, **more)
+
+    monkeypatch.setattr(attention, "fused", counted)
+    for change, splits in (({}, True), ({}, False), ({"sliding_window": 9}, True)):
+        model = build(MODEL.model_copy(update=change), torch.device("cpu"), torch.float32, 0)
+        model.set_attention("flash")
+        model.splits_documents = splits
+        scores.append(0)
+        with torch.no_grad():
+            model(packed.ids, packed.positions, documents=packed.documents)
+    within = sum(int((row == n).sum()) ** 2 for row in packed.documents for n in row.unique())
+    assert scores[0] == within * MODEL.num_layers
+    assert scores[1:] == [4 * 64**2 * MODEL.num_layers] * 2
 
 
 def test_documents_of_text_are_told_apart_by_their_end(corpus):

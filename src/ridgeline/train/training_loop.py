@@ -110,11 +110,13 @@ def _run(
     if eval_every and not evaluations.found:
         _evaluate(trainer, evaluations, report)
     stopped, finished, place = False, False, None
+    seconds: list[float] = []
     budget = Budget(trainer, options.device_memory)
     while trainer.steps_done < steps and not stopped and not finished:
         with budget.step():
             stats = trainer.step()
         losses.append(stats.loss)
+        seconds.append(stats.seconds)
         stopped, finished = stats.stop, stats.finished
         report({"step": trainer.steps_done, "steps": steps, "loss": stats.loss, "tokens": stats.tokens,
                 "seconds": stats.seconds, "grad_norm": stats.grad_norm})  # fmt: skip
@@ -142,9 +144,9 @@ def _run(
         place = next(reversed(checkpoints(out)), None)
     if place and folder and not stopped and not evaluations.best:
         write(trainer, place, folder)
-    return {"losses": losses, "step": trainer.steps_done, "stopped": stopped, "checkpoint": str(place) if place else "",
-            "evaluations": evaluations.found, "best": evaluations.best, "device_peak_bytes": budget.peak,
-            "traffic": traffic(trainer), "left_out": left_out(trainer)}  # fmt: skip
+    return {"losses": losses, "step_s": seconds, "step": trainer.steps_done, "stopped": stopped,
+            "checkpoint": str(place) if place else "", "evaluations": evaluations.found, "best": evaluations.best,
+            "device_peak_bytes": budget.peak, "traffic": traffic(trainer), "left_out": left_out(trainer)}  # fmt: skip
 
 
 def _evaluate(trainer: Trainer, evaluations: Evaluations, report: Progress) -> None:

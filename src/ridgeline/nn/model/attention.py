@@ -42,7 +42,7 @@ class ScoreChanges(NamedTuple):
 
 class Mask(NamedTuple):
     """The attention mask: an additive bias (None: no bias), whether causality applies in addition, and, for a backend
-    that masks documents itself, the documents' numbers."""
+    that masks documents itself, the documents' numbers, or for one that attends within each, their lengths."""
 
     bias: Tensor | None  # [S, T], [B, 1, S, T] or [1 or B, H, S, T]
     causal: bool
@@ -50,6 +50,7 @@ class Mask(NamedTuple):
     changes: ScoreChanges | None = None  # beside the mask, where the model has any
     kept: dict[str, Tensor] | None = None  # what one layer computes for all
     scale: Tensor | None = None  # [S, 1, 1] or [B, S, 1, 1], by which queries are multiplied
+    lengths: tuple[tuple[int, ...], ...] = ()  # of each row's documents, one behind the other
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ class AttentionBackend:
     ``function(q [B,H,S,D], k [B,G,T,D], v [B,G,T,D], mask) -> [B,H,S,D]``; H is a multiple of G.
     ``wants_bias``: the function cannot apply causality itself and must always be given it as a bias.
     ``separates``: it masks documents by their numbers, and is given no bias for them.
+    ``splits``: on a CPU it attends within each document, where nothing but causality masks it besides.
     """
 
     name: str
     function: Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
     wants_bias: bool = False
     separates: bool = False
+    splits: bool = False
 
 
 class LayerCache:
@@ -128,6 +131,7 @@ def make_mask(
     dtype: torch.dtype,
     documents: Tensor | None = None,
     positions: Tensor | None = None,
+    splits: bool = False,
 ) -> Mask:
     """The mask for queries ``start .. start + length`` over keys ``0 .. start + length``.
 
@@ -135,7 +139,7 @@ def make_mask(
 
     ``padding`` [B, T] bool: True = real token. ``documents`` [B, T]: a token sees only those of the same number.
     ``positions`` [S] or [B, S]: those of the queries, where they are others. No tensor is made where a flag says it
-    all.
+    all, or with ``splits`` (:class:`AttentionBackend`) the documents' lengths.
     """
     total = start + length
     scale = None if windowed else temperature(spec, positions, start, length, device)
@@ -148,6 +152,8 @@ def make_mask(
             return Mask(None, False, scale=scale)
         if start == 0 and not wants_bias:
             return Mask(None, True, scale=scale)
+    if documents is not None and splits and padding is None and window is None and causal and start == 0:
+        return Mask(None, True, scale=scale, lengths=document_lengths(documents))
     query = torch.arange(start, total, device=device)[:, None]
     key = torch.arange(total, device=device)
     allowed = key <= query if spec.causal else (key >= 0).expand(length, -1)
@@ -163,6 +169,11 @@ def make_mask(
     # instead of NaN, and adding a negative score to it cannot overflow.
     bias = torch.zeros(allowed.shape, dtype=dtype, device=device)
     return Mask(bias.masked_fill_(~allowed, torch.finfo(dtype).min / 2), False, scale=scale)
+
+
+def document_lengths(documents: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Lengths of the documents of each row of ``documents`` [B, T], which are runs of equal numbers."""
+    return tuple(tuple(row.unique_consecutive(return_counts=True)[1].tolist()) for row in documents)
 
 
 def _same_chunk(size: int, positions: Tensor | None, start: int, key: Tensor) -> Tensor:
@@ -240,11 +251,26 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     groups = k.shape[1]
     if mask.changes is not None:
         return _flash_changed(q, k, v, mask, mask.changes)
+    if mask.lengths:
+        return _within_documents(q, k, v, mask.lengths)
     if length == 1 and groups < heads and (mask.bias is None or mask.bias.dim() == 2):
         # Decoding: the heads that share a key head become the queries of one head; keys are read once.
         q = q.reshape(batch, groups, heads // groups, width)
         return fused(q, k, v, mask.bias).reshape(batch, heads, 1, width)
     return fused(q, k, v, mask.bias, mask.causal, groups < heads)
+
+
+def _within_documents(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Causal attention within documents of these ``lengths``: work grows with the squares of the lengths and not of the
+    row's."""
+    batch, heads, length, _ = q.shape
+    each, grouped = [n for row in lengths for n in row], k.shape[1] < heads
+    rows = (t.transpose(1, 2).flatten(0, 1).split(each) for t in (q, k, v))
+    found = []
+    for part in zip(*rows, strict=True):
+        queries, keys, values = (t.transpose(0, 1)[None] for t in part)
+        found.append(fused(queries, keys, values, None, True, grouped)[0].transpose(0, 1))
+    return torch.cat(found).view(batch, length, heads, -1).transpose(1, 2)
 
 
 def _flash_changed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, changes: ScoreChanges) -> Tensor:
@@ -321,7 +347,10 @@ def _whole(mask: Mask, q: Tensor, k: Tensor) -> Mask:
 
 BACKENDS: dict[str, AttentionBackend] = {
     b.name: b
-    for b in (AttentionBackend("naive", naive_attention, wants_bias=True), AttentionBackend("flash", flash_attention))
+    for b in (
+        AttentionBackend("naive", naive_attention, wants_bias=True),
+        AttentionBackend("flash", flash_attention, splits=True),
+    )
 }
 
 

@@ -237,6 +237,8 @@ class Transformer(nn.Module):
         """The rotary embedding of layers with a sliding window, where it is another one."""
         self.sequence_parts = 1
         """Number of ranks over which the incoming hidden states (in a model without ``embed``) divide the sequence."""
+        self.splits_documents = True
+        """Whether attention on a CPU may be divided by documents, whose lengths differ in every batch."""
         self.cache_of: CacheOf = plain_cache
         """Creates the cache of a layer's keys and values; a technique may replace it by a smaller format."""
         self.complete: Callable[[str], None] = _nothing_left
@@ -310,11 +312,14 @@ class Transformer(nn.Module):
         own = documents if self.backend.separates else None
         separate = None if self.backend.separates else documents
         wants = self.backend.wants_bias or self.spec.position == "relative"
+        splits = self.splits_documents and self.backend.splits and device.type == "cpu" and cache is None
+        splits = splits and not (wants or self.spec.score_changes)
         kinds: dict[bool, tuple[Mask, Rope | None]] = {}
         encoded = self._source(source, source_mask, dtype) if self.encoder else None
         for name, block in self.layers.items():
             if (kind := bool(block.windowed)) not in kinds:
-                mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate, positions)
+                mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate, positions,
+                                 splits)  # fmt: skip
                 if self.embed is not None and self.embed.decoder_relative is not None:
                     bias = relative_bias(self.embed.decoder_relative, self.spec, False, start, length, start + length,
                                          device)  # fmt: skip

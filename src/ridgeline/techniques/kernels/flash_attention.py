@@ -71,6 +71,10 @@ class FlashAttention(Technique):
         batch = max(1, g.tokens // g.length)
         separate = e.is_training and e.training.separates_documents
         capped = e.model.attention_soft_cap is not None
+        # A CPU attends within each document instead, and joins the results.
+        splits = separate and e.cluster.device.kind == "cpu" and e.model.causal
+        splits = splits and not e.model.score_changes and not has(e, "compiled_blocks")
+        separate = separate and not splits
         cut, mixed = bool(window and length > window), e.model.window_every > 1
         if cut or separate or capped:  # the kernel handles none itself: one mask serves all layers of a kind
             kinds = 2 if cut and mixed and (capped or separate) else 1
@@ -86,6 +90,9 @@ class FlashAttention(Technique):
             causal = e.model.causal and not masked
             share = _computed(length) if capped and causal and length > 1 else 1.0
             _fuse(b, groups, batch, causal, kernel if e.is_training else "", share)
+            context = b.saved.get("attention.context")
+            if splits and context and not masked:
+                b.saved["attention.parts"] = Saved(context.bytes, frozenset({"attention.flash.bwd"}))
 
         g = g.each_block(fuse, layers_only=True)
         return g.each_block(_keep_operands, layers_only=True) if capped else g

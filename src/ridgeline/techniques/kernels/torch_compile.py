@@ -75,6 +75,7 @@ class TorchCompile(Technique):
         if self.backend == "inductor" and run.device.type == "cpu" and missing:
             raise UserError("torch_compile: on a CPU, blocks become C++, and there is no C++ compiler",
                             "install g++, name one in CXX, or leave torch_compile out")  # fmt: skip
+        run.model.splits_documents = False  # other lengths would be compiled anew
         for block in run.model.blocks.values():
             block.compile(backend=self.backend, dynamic=False)
 
