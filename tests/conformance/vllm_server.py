@@ -46,6 +46,10 @@ WITHOUT_EFFECT = {
 """Options with a value that say nothing about the protocol, or what our server does by itself."""
 
 
+STARTS = 600
+"""Seconds in which a server must answer, also on a machine that is busy."""
+
+
 class Server:
     """``ridgeline serve`` in a process of its own, with the interface of vLLM's ``RemoteOpenAIServer``."""
 
@@ -86,7 +90,7 @@ class Server:
         env["PYTHONPATH"] = os.environ["RIDGELINE_SOURCE"]
         print("starting:", *command, flush=True)
         self.proc = subprocess.Popen(command, env=env)
-        until = time.monotonic() + (max_wait_seconds or 120)
+        until = time.monotonic() + max(max_wait_seconds or 0, STARTS)
         while True:
             try:
                 if httpx.get(self.url_for("health"), timeout=5).status_code == 200:
