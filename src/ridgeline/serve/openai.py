@@ -221,7 +221,8 @@ class Completion(Sampled):
     prompt: Prompt
     echo: bool = False
     logprobs: Number | None = None
-    suffix: Literal[""] | None = None
+    suffix: Text | None = None
+    """What comes after the output, of a model that fills gaps."""
     add_special_tokens: bool = True
 
 

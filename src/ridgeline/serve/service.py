@@ -21,6 +21,7 @@ from ridgeline.serve.engine_loop import ASLEEP, EngineLoop
 from ridgeline.serve.fields import Side, prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.harmony import ChannelReader
+from ridgeline.serve.infill import Infill, gaps
 from ridgeline.serve.openai import Completion, Sampled
 from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ReasoningGrammar
@@ -119,6 +120,7 @@ class Service:
         engine = self.loop.engine
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.spec.vocab_size
         self.grammars = Grammars(self.vocabulary, engine.eos)
+        self.infill = Infill.of(self.vocabulary)
         self.adapters: dict[str, str] = {}
         """Adapters that are loaded, with where they came from."""
 
@@ -209,8 +211,12 @@ class Service:
                 (("logprobs", body.logprobs if body.echo else None), ("prompt_logprobs", body.prompt_logprobs))
             ),
         )  # fmt: skip
-        prompts = self.prompts(given, "prompt", body.add_special_tokens, body.truncate_prompt_tokens,
-                               body.truncation_side)  # fmt: skip
+        if body.suffix:
+            prompts, ends = gaps(self, body, given)
+            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
+        else:
+            prompts = self.prompts(given, "prompt", body.add_special_tokens, body.truncate_prompt_tokens,
+                                   body.truncation_side)  # fmt: skip
         prepared = self._prepared("cmpl", body, prompts, sampling, key)
         prepared.echo, prepared.silent = body.echo, silent
         if body.echo:
