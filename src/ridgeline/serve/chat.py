@@ -286,7 +286,8 @@ class ChatBatch(ChatOptions):
     def each(self) -> list[ChatCompletion]:
         """The conversations. Raises :class:`Invalid` for options that only one of them may have."""
         for name, given in (("stream", self.stream), ("tools", self.tools), ("use_beam_search", self.use_beam_search),
-                            ("n", self.outputs > 1), ("best_of", (self.best_of or 1) > 1)):  # fmt: skip
+                            ("n", self.outputs > 1), ("best_of", (self.best_of or 1) > 1),
+                            ("kv_transfer_params", self.kv_transfer_params)):  # fmt: skip
             if given:
                 raise Invalid(name, "does not go with several conversations", "leave it out, or send them one by one")
         shared = {name: getattr(self, name) for name in self.model_fields_set - {"messages"}}

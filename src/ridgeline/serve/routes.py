@@ -29,6 +29,7 @@ from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
 from ridgeline.serve.scoring import PAIRS, RerankRequest, ScoreRequest
 from ridgeline.serve.service import Service
+from ridgeline.serve.transfer.handover import FIELD, hand_over
 from ridgeline.serve.transfer.secret import HEADER
 
 T = TypeVar("T")
@@ -65,6 +66,9 @@ async def submitted(
         prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
         if loop.member is not None:
             loop.member.assign(prepared.jobs, request.headers.get(HEADER))
+        if (handed := getattr(body, FIELD, None)) is not None:
+            host = (request.scope.get("server") or ("127.0.0.1",))[0]
+            prepared.handed_over = hand_over(handed, loop.member, prepared.jobs, host)
         return prepared, await loop.submit(prepared.jobs)
 
 

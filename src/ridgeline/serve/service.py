@@ -27,6 +27,7 @@ from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ReasoningGrammar
 from ridgeline.serve.request import SHORTEN, TOO_LONG, Busy, EngineRequest, Invalid, NotFound, Pooling, Sampling
 from ridgeline.serve.tool_calls import LIST, Calls, Named, Reader, id_maker
+from ridgeline.serve.transfer.handover import FIELD
 from ridgeline.spec.errors import UserError
 
 
@@ -235,8 +236,11 @@ class Service:
             body = body.model_copy(update={"skip_special_tokens": False})
         of_prompt = self._most_likely([("prompt_logprobs", body.prompt_logprobs)])
         sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=of_prompt)
-        prompt = self.chat_prompt(body, body.messages, body.truncate_prompt_tokens, body.truncation_side,
-                                  body.add_special_tokens)  # fmt: skip
+        if (handed := body.kv_transfer_params) is not None and handed.prompt_token_ids is not None:
+            (prompt,) = self.prompts([handed.prompt_token_ids], FIELD, False)
+        else:
+            prompt = self.chat_prompt(body, body.messages, body.truncate_prompt_tokens, body.truncation_side,
+                                      body.add_special_tokens)  # fmt: skip
         if wanted is None:
             room = max(1, self.max_model_len - len(prompt))
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
