@@ -128,12 +128,13 @@ class Sampled(Body):
     kv_transfer_params: KvTransfer | None = None
     """Where the prompt's cache comes from, or that it will be fetched."""
     user: Text | None = None
-    """Without effect, like the next five: they name users, caches and tiers of OpenAI's own service."""
+    """Without effect, like the next six: they name users, caches and tiers of OpenAI's own service."""
     metadata: Annotated[dict[str, str], BeforeValidator(few)] | None = None
     store: bool | None = None
     service_tier: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

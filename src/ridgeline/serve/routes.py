@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
@@ -235,6 +235,13 @@ def response_routes(app: FastAPI, service: Service) -> None:
         if stream:
             return EventStream(known.follow(name, key, starting_after), typed=True)
         return Json(known.get(name, key))
+
+    @app.get("/v1/responses/{name}/input_items", responses=_REFUSALS)
+    async def inputs(
+        name: str, request: Request, limit: int = 20, order: Literal["asc", "desc"] = "desc", after: str | None = None
+    ) -> Response:
+        """What a response was made from."""
+        return Json(known.inputs(name, bearer(request.scope), limit, order == "desc", after))
 
     @app.delete("/v1/responses/{name}", responses=_REFUSALS)
     async def forget(name: str, request: Request) -> Response:

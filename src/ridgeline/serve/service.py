@@ -387,14 +387,15 @@ class Service:
         if self.template is None:
             raise Invalid("messages", "the checkpoint has no chat template", "use /v1/completions, or --chat-template")
         try:
-            plain = [m.plain() for m in messages]
+            plain = [m.plain(self.template.reads_parts) for m in messages]
             if ".thinking" in self.template.source:  # gpt-oss's name of what others call reasoning
                 plain = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in plain]
             if "developer" not in self.template.source:  # OpenAI's newer name of what templates know as system
                 plain = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain]
             text = self.template.render(plain, prompt=prompt, **variables)
             if open_end:
-                text = _until(text, plain[-1]["content"])
+                last = plain[-1]["content"]
+                text = _until(text, last if isinstance(last, str) else last[-1]["text"])
         except BadRecord as e:
             raise Invalid("messages", str(e), "write messages that the template takes") from None
         tokens = self._cut(self._encode(text, "messages", special), most, side)
