@@ -159,11 +159,15 @@ class _Hub:
     def snapshot_download(self, repo_id, **_):
         return str(lora_for(repo_id))
 
+    def hf_hub_download(self, repo_id, filename, **_):
+        return str(folder_for(repo_id) / filename)
+
 
 vllm.tokenizers.get_tokenizer = theirs.get_tokenizer = _local(
     lambda folder, **_: transformers.AutoTokenizer.from_pretrained(folder)
 )
 transformers.AutoTokenizer.from_pretrained = staticmethod(_local(transformers.AutoTokenizer.from_pretrained))
+transformers.AutoModel.from_pretrained = staticmethod(_local(transformers.AutoModel.from_pretrained))
 transformers.AutoConfig.from_pretrained = staticmethod(_local(transformers.AutoConfig.from_pretrained))
 conftest.maybe_model_redirect = lambda name: str(folder_for(name))
 conftest.HfRunner.get_default_device = lambda _: "cpu"

@@ -1,4 +1,4 @@
-"""ColBERT's checkpoints: a vector of each token, and texts compared by the most similar ones, as transformers has them."""
+"""ColBERT's checkpoints: a vector of each token, and scores of texts by the most similar ones, as in transformers."""
 
 import json
 

@@ -122,7 +122,7 @@ def _loops_over_content(tree: nodes.Template) -> bool:
 
     kinds = (nodes.Getattr, nodes.Getitem, nodes.Name)
     return any(
-        isinstance(loop.iter, kinds) and read(loop.iter) or any(read(part) for part in loop.iter.find_all(kinds))
+        (isinstance(loop.iter, kinds) and read(loop.iter)) or any(read(part) for part in loop.iter.find_all(kinds))
         for loop in tree.find_all(nodes.For)
     )
 

@@ -28,7 +28,8 @@ class CallFormat(Protocol):
 _DEEPSEEK = Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", between="`", bare=True, special=True,
                    marks=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), separator="<｜tool▁sep｜>")  # fmt: skip
 _KIMI = Format("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", bare=True, special=True, numbered=True,
-               marks=("<|tool_call_begin|>", "<|tool_call_end|>"), separator="<|tool_call_argument_begin|>")  # fmt: skip
+               marks=("<|tool_call_begin|>", "<|tool_call_end|>"),
+               separator="<|tool_call_argument_begin|>")  # fmt: skip
 _HERMES = Format("<tool_call>", "</tool_call>", special=True)
 _LLAMA = Format("", between=";,", optional="<|python_tag|>")
 _PYTHON = PythonFormat("[", "]", ("<|python_start|>", "<|python_end|>"), special=True)
