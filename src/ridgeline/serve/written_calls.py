@@ -323,7 +323,7 @@ def _member(text: str, at: int, schema: Any) -> tuple[int, Any]:
         return end, dict(pairs)
     if text[at : at + 1] == "[":
         return _members(text, at, "]", {})
-    end = next((i for i in range(at, len(text)) if text[i] in ",}]"), None)
-    if end is None:
+    ends = (i for i in range(at, len(text)) if text[i] in ",}]")
+    if (last := next(ends, None)) is None:
         raise _Unfinished
-    return end, json.loads(text[at:end])
+    return last, json.loads(text[at:last])
