@@ -41,21 +41,21 @@ MARKS = (
 class Infill:
     """Fills gaps with the marks that a vocabulary has."""
 
-    def __init__(self, vocabulary: Vocabulary, marks: Marks) -> None:
+    def __init__(self, vocabulary: Vocabulary, before: int, after: int, fill: list[int], ends: Sequence[str]) -> None:
+        """``before``, ``after``, ``fill``: the tokens of a family's :class:`Marks`."""
         token = vocabulary.tokenizer.token_to_id
-        self._vocabulary, self._marks = vocabulary, marks
-        self._before, self._after = token(marks.before), token(marks.after)
-        self._fill = token(marks.fill) if marks.fill else None
-        self.ends = tuple(i for text in marks.ends if (i := token(text)) is not None)
+        self._vocabulary, self._before, self._after, self._fill = vocabulary, before, after, fill
+        self.ends = tuple(i for text in ends if (i := token(text)) is not None)
 
     @classmethod
     def of(cls, vocabulary: Vocabulary) -> Infill | None:
         """That of a tokenizer; None where it has no marks."""
         known = vocabulary.tokenizer.token_to_id
         for marks in MARKS:
-            wanted = [text for text in (marks.before, marks.after, marks.fill) if text]
-            if all((i := known(text)) is not None and i < vocabulary.size for text in wanted):
-                return cls(vocabulary, marks)
+            wanted = [known(text) for text in (marks.before, marks.after, marks.fill) if text]
+            found = [i for i in wanted if i is not None and i < vocabulary.size]
+            if len(found) == len(wanted):
+                return cls(vocabulary, found[0], found[1], found[2:], marks.ends)
         return None
 
     def prompt(self, before: str | Sequence[int], after: str, special: bool) -> list[int]:
@@ -64,9 +64,9 @@ class Infill:
         encode = self._vocabulary.encode
         first = encode(before, False) if isinstance(before, str) else list(before)
         begin = encode("") if special else []
-        if self._fill is None:
+        if not self._fill:
             return [*begin, self._after, *self._alone(after), self._before, *first]
-        return [*begin, self._before, *first, self._after, *self._alone(after), self._fill]
+        return [*begin, self._before, *first, self._after, *self._alone(after), *self._fill]
 
     def _alone(self, text: str) -> list[int]:
         """The tokens of a text that goes on, without the space that SentencePiece begins every text with."""

@@ -86,7 +86,7 @@ def _compared(
         return [_activated(logits, body, service)[0] for logits in found]
     count = len(body.texts()[0])
     late = prepared.jobs[0].request.each
-    units = [_units(v) for v in found] if late else [unit(v) for v in found]
+    units: list[Any] = [_units(v) for v in found] if late else [unit(v) for v in found]
     first, second = units[:count], units[count:]
     pairs = zip(first * (len(second) if count == 1 else 1), second, strict=True)
     if late:

@@ -294,9 +294,9 @@ def items_of(talk: list[Message], name: str) -> list[dict[str, Any]]:
             add("reasoning", "rs", summary=[], content=[part])
         if plain["content"] or not (m.tool_calls or m.reasoning_content):
             made = m.role == "assistant"
-            part = {"type": "output_text" if made else "input_text", "text": plain["content"]}
-            part |= {"annotations": []} if made else {}
-            add("message", "msg", role=m.role, status="completed", content=[part])
+            more: dict[str, Any] = {"annotations": []} if made else {}
+            said = {"type": "output_text" if made else "input_text", "text": plain["content"], **more}
+            add("message", "msg", role=m.role, status="completed", content=[said])
         for call in m.tool_calls or ():
             add("function_call", "fc", call_id=call.id, name=call.function.name, arguments=call.function.arguments,
                 status="completed")  # fmt: skip
