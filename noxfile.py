@@ -26,14 +26,15 @@ def oldest_torch(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
 
 
-CLIENTS = ("anthropic", "langchain-openai", "instructor", "litellm", "pydantic-ai-slim[openai]", "openai-agents")
+CLIENTS = ("anthropic", "langchain-openai", "instructor", "litellm", "pydantic-ai-slim[openai]", "openai-agents",
+           "llama-index-llms-openai-like llama-index-embeddings-openai-like")  # fmt: skip
 
 
 @nox.session(python="3.11")
 @nox.parametrize("client", CLIENTS)
 def clients(session: nox.Session, client: str) -> None:
     """Client libraries beside our server, each with the ``openai`` package that it asks for."""
-    session.install(".[dev]", client)
+    session.install(".[dev]", *client.split())
     session.run("python", "-m", "pytest", "-rs", "tests/serve/test_client_libraries.py", *session.posargs)
 
 

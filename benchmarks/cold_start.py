@@ -17,12 +17,13 @@ import sys
 import tempfile
 import time
 import urllib.request
+from itertools import chain, islice, product
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ridgeline import catalog
-from ridgeline.data.batches import train_tokenizer
 from ridgeline.measure.environment import fingerprint, load_average
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.init import build
@@ -30,10 +31,23 @@ from ridgeline.nn.model.init import build
 DTYPES = ("auto", "fp32")
 
 
+def full_tokenizer(size: int) -> Tokenizer:
+    """A byte-level tokenizer of ``size`` entries, each but the bytes joined of two: as long to read as a real one."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = chain(product(letters, letters), ((a + b, c) for a, b, c in product(letters, letters, letters)))
+    merges = list(islice(pairs, size - len(letters)))
+    entries = [*letters, *(a + b for a, b in merges)]
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(entries)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def made(name: str, folder: Path) -> Path:
-    """A checkpoint of a catalog model with random weights."""
-    save_checkpoint(build(catalog.model(name), dtype=torch.bfloat16), folder)
-    train_tokenizer(["a first token"], 258).save(str(folder / "tokenizer.json"))
+    """A checkpoint of a catalog model with random weights, and a tokenizer as large as the model's."""
+    spec = catalog.model(name)
+    save_checkpoint(build(spec, dtype=torch.bfloat16), folder)
+    full_tokenizer(spec.vocab_size).save(str(folder / "tokenizer.json"))
     return folder
 
 

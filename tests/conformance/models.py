@@ -25,6 +25,7 @@ ENCODER = {**catalog.model("bert-tiny").model_dump(), **SIZES, "num_kv_heads": 4
 _CLASSIFIER = {**ENCODER, "head": "classify", "tie_embeddings": False}
 KINDS = {"e5": {**ENCODER, "hidden_size": 384, "head_dim": 96},
          "bge-base": {**ENCODER, "hidden_size": 768, "head_dim": 192},
+         "colbert": {**ENCODER, "head": "project", "projection_size": 96, "tie_embeddings": False},
          "MiniLM": ENCODER, "snowflake": ENCODER, "bge-reranker": {**_CLASSIFIER, "num_labels": 1},
          "apeach": {**_CLASSIFIER, "num_labels": 2}}  # fmt: skip
 """By a part of the model's name; others are causal."""

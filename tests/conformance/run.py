@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 import tomllib
 
 HERE = Path(__file__).resolve().parent
-SECONDS = 900
+SECONDS = 1800
 """Limit for one file."""
 
 

@@ -46,6 +46,10 @@ WITHOUT_EFFECT = {
 """Options with a value that say nothing about the protocol, or what our server does by itself."""
 
 
+STARTS = 600
+"""Seconds in which a server must answer, also on a machine that is busy."""
+
+
 class Server:
     """``ridgeline serve`` in a process of its own, with the interface of vLLM's ``RemoteOpenAIServer``."""
 
@@ -86,7 +90,7 @@ class Server:
         env["PYTHONPATH"] = os.environ["RIDGELINE_SOURCE"]
         print("starting:", *command, flush=True)
         self.proc = subprocess.Popen(command, env=env)
-        until = time.monotonic() + (max_wait_seconds or 120)
+        until = time.monotonic() + max(max_wait_seconds or 0, STARTS)
         while True:
             try:
                 if httpx.get(self.url_for("health"), timeout=5).status_code == 200:
@@ -155,11 +159,15 @@ class _Hub:
     def snapshot_download(self, repo_id, **_):
         return str(lora_for(repo_id))
 
+    def hf_hub_download(self, repo_id, filename, **_):
+        return str(folder_for(repo_id) / filename)
+
 
 vllm.tokenizers.get_tokenizer = theirs.get_tokenizer = _local(
     lambda folder, **_: transformers.AutoTokenizer.from_pretrained(folder)
 )
 transformers.AutoTokenizer.from_pretrained = staticmethod(_local(transformers.AutoTokenizer.from_pretrained))
+transformers.AutoModel.from_pretrained = staticmethod(_local(transformers.AutoModel.from_pretrained))
 transformers.AutoConfig.from_pretrained = staticmethod(_local(transformers.AutoConfig.from_pretrained))
 conftest.maybe_model_redirect = lambda name: str(folder_for(name))
 conftest.HfRunner.get_default_device = lambda _: "cpu"

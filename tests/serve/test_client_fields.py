@@ -370,3 +370,49 @@ def test_types_of_errors_are_those_of_who_made_the_route(server):
 def test_token_strings_are_the_vocabularys(server):
     found = json.loads(call(server, "/tokenize", {"prompt": "a b", "return_token_strs": True})[2])
     assert found["token_strs"] == [server.service.vocabulary.tokenizer.id_to_token(t) for t in found["tokens"]]
+
+
+@pytest.mark.parametrize("path", BASE)
+def test_null_asks_for_nothing_that_is_not_known(server, path):
+    nothing = {"functions": None, "function_call": None, "web_search_options": None, "audio": None, "guided_json": None}
+    assert answer(server, path, **nothing) == answer(server, path)
+    status, _, said = call(server, path, {**BASE[path], "functions": []})
+    assert (status, error(said)["param"]) == (400, "functions")
+
+
+PARTS = [
+    ["Hi", {"type": "text", "text": "there"}],
+    [{"type": "input_text", "text": "Hi"}, {"type": "output_text", "text": "there"}],
+    [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "there"}],
+    [{"type": "refusal", "refusal": "Hi"}, {"type": "text", "text": "there", "annotations": None}],
+]
+
+
+@pytest.mark.parametrize("content", PARTS)
+def test_contents_in_parts(server, template, content):
+    template("{{ messages[0].content }}")
+    messages = [{"role": "assistant", "content": content}]
+    assert prompt_of(server, messages=messages) == "Hi\nthere"
+
+
+def test_a_template_that_reads_parts_is_given_them(server, template):
+    both = "{% if c is string %}={{ c }}{% else %}{% for content in c %}[{{ content.text }}{{ content.lang }}]"
+    for source in (
+        "{% for part in messages[0]['content'] %}[{{ part.text }}{{ part.lang }}]{% endfor %}",
+        "{% set c = messages[0].content %}" + both + "{% endfor %}{% endif %}{% for x in messages[0].content %}"
+        "{% endfor %}",
+    ):
+        template(source)
+        parts = [{"type": "text", "text": "Hi", "lang": "en"}, {"type": "text", "text": "there"}]
+        assert prompt_of(server, messages=[{"role": "user", "content": parts}]) == "[Hien][there]"
+    assert prompt_of(server, messages=[{"role": "user", "content": "Hi"}]) == "=Hi"
+    template("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}!{% endfor %}")
+    open_end = {"continue_final_message": True, "add_generation_prompt": False}
+    assert prompt_of(server, messages=[{"role": "assistant", "content": parts}], **open_end) == "Hithere"
+
+
+def test_parts_that_are_none(server):
+    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 5,
+                 {"type": "text", "text": "a", **{str(i): i for i in range(17)}}):  # fmt: skip
+        status, _, said = call(server, CONVERSATION, {"messages": [{"role": "user", "content": [part]}]})
+        assert (status, error(said)["param"]) == (400, "messages"), said

@@ -14,6 +14,10 @@ BIAS = {"0": -100}
 """Against an end at once, as a model of random weights may have it."""
 
 
+TOOL = {"type": "function", "function": {"name": "now", "description": "The time",
+                                         "parameters": {"type": "object", "properties": {}}}}  # fmt: skip
+
+
 class City(BaseModel):
     """A structure small enough for a context of 256 tokens."""
 
@@ -95,6 +99,39 @@ def test_litellm(asked):
     assert "".join(c.choices[0].delta.content or "" for c in completion(**talk, stream=True)) == text
     talk["messages"] += [made.choices[0].message, {"role": "user", "content": "So"}]  # as it came
     assert completion(**talk).choices[0].finish_reason in ("stop", "length")
+    named = {"type": "function", "function": {"name": "now"}}
+    more = {**talk, "max_tokens": 60, "tools": [TOOL], "tool_choice": named}
+    message = completion(**more).choices[0].message
+    (made,) = message.tool_calls
+    assert (made.function.name, made.function.arguments) == ("now", "{}")
+    more["messages"] = [*talk["messages"], message, {"role": "tool", "tool_call_id": made.id, "content": "5"}]
+    assert completion(**{**more, "tool_choice": "none"}).choices[0].finish_reason in ("stop", "length")
+
+
+def test_llama_index(asked):
+    url, text = asked
+    kind = needs("llama_index.llms.openai_like").OpenAILike
+    function = import_module("llama_index.core.tools").FunctionTool
+    said = import_module("llama_index.core.llms").ChatMessage
+    options = {"model": "tiny", "api_base": url + "/v1", "api_key": "none", "max_retries": 0, "temperature": 0,
+               "is_chat_model": True, "is_function_calling_model": True, "context_window": 256}  # fmt: skip
+    chat = kind(**options, max_tokens=8, additional_kwargs={"logit_bias": BIAS})
+    assert chat.complete(ASK).text == text
+    assert chat.chat([said(role="user", content=ASK)]).message.content == text
+    assert "".join(part.delta or "" for part in chat.stream_chat([said(role="user", content=ASK)])) == text
+    assert asyncio.run(chat.achat([said(role="user", content=ASK)])).message.content == text
+
+    def now() -> str:
+        """The time."""
+
+    tool = function.from_defaults(now)
+    chat = kind(**options, max_tokens=120)
+    answer = chat.chat_with_tools([tool], ASK, tool_required=True)
+    assert chat.get_tool_calls_from_response(answer)[0].tool_name == "now"
+    vectors = needs("llama_index.embeddings.openai_like").OpenAILikeEmbedding(
+        model_name="tiny", api_base=url + "/v1", api_key="none", max_retries=0
+    )
+    assert len(vectors.get_text_embedding(ASK)) == len(vectors.get_query_embedding("b"))
 
 
 def test_pydantic_ai(asked):

@@ -98,7 +98,7 @@ class Slow:
             "structured_outputs",
             "second",
         ),
-        ({"suffix": "x"}, "suffix", "''"),
+        ({"suffix": "x"}, "suffix", "needs a model with tokens for a gap"),
         ({"tools": []}, "tools", "unknown field"),
     ],
 )

@@ -317,3 +317,30 @@ def test_prompt_and_output_as_the_model_has_them(client, server):
     assert (server.service.vocabulary.decode(made["tokens"]), len(made["tokens"])) == (response.output_text, 12)
     assert made["message"] == server.service.vocabulary.decode(made["tokens"], skip_special=False)
     assert server.service.vocabulary.encode(given["message"]) == given["tokens"]
+
+
+def test_what_a_response_was_made_from_is_listed(client, server):
+    first = client.responses.create(**OPTIONS, input="Hi")
+    given = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "5"},
+        {"role": "user", "content": "So"},
+    ]
+    made = client.responses.create(**OPTIONS, input=given, previous_response_id=first.id)
+    found = list(client.responses.input_items.list(made.id, order="asc"))
+    kinds = ["message", "message", "reasoning", "function_call", "function_call_output", "message"]
+    assert [item.type for item in found] == kinds
+    assert found[0].content[0].text == "Hi"
+    assert found[1].content[0].text == first.output_text
+    assert (found[4].call_id, found[4].output, found[5].content[0].text) == ("c", "5", "So")
+    assert len({item.id for item in found}) == len(found)
+    paged = client.responses.input_items.list(made.id, limit=2)
+    assert [item.id for item in paged.data] == [found[-1].id, found[-2].id]
+    assert [item.id for item in paged] == [item.id for item in reversed(found)]  # page by page
+    for options in ({"limit": 0}, {"after": "x"}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.input_items.list(made.id, **options)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_0")
+    server.assert_idle()

@@ -11,6 +11,7 @@ from tests.compressing import LLAMA, checkpoint
 from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.serve import build_engine
 from ridgeline.serve.build_engine import default_dtype, load_engine
+from ridgeline.spec.errors import UserError
 
 SLOW = ("torch.distributed.tensor", "sympy", "torch._dynamo", "transformers", "scipy")
 
@@ -55,3 +56,31 @@ def test_weights_in_bf16_stay_so_where_the_cpu_multiplies_it(tmp_path, monkeypat
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
         assert default_dtype(source) == "auto"
+
+
+def test_the_tokenizer_is_read_while_the_engine_starts(tmp_path, monkeypatch):
+    """The other process loads the model meanwhile; it is not needed here."""
+    from typer.testing import CliRunner
+
+    from ridgeline.cli.base import app
+    from ridgeline.serve import remote_engine, server
+
+    seen = []
+
+    class Starting:
+        def __init__(self, *_):
+            seen.append("started")
+
+        def wait_ready(self):
+            seen.append("waited")
+            raise UserError("that is all", "stop here")
+
+        def close(self):
+            return True
+
+    read = server.read_vocabulary
+    monkeypatch.setattr(server, "read_vocabulary", lambda *a: seen.append("read") or read(*a))
+    monkeypatch.setattr(remote_engine, "RemoteEngine", Starting)
+    result = CliRunner().invoke(app, ["serve", str(checkpoint(tmp_path, LLAMA)), "--engine-process"])
+    assert isinstance(result.exception, UserError)
+    assert seen == ["started", "read", "waited"]

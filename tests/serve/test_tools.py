@@ -100,6 +100,11 @@ HARMONY = (
     f"assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGS}<|call|><|start|>assistant"
     " to=functions.now<|channel|>commentary json<|message|>{}"
 )
+KIMI = (
+    f"So.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{ARGS}"
+    "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
+)
 WRITTEN = [
     ("hermes", f"<tool_call>\n{ROME}\n</tool_call>", "", 1),
     ("hermes", f"I see. \n<tool_call>{ROME}</tool_call>\n<tool_call>\n{NOW}</tool_call>\n", "I see.", 2),
@@ -120,6 +125,15 @@ WRITTEN = [
     ("olmo3", """Yes <function_calls>\nweather(city='Rome "{}"', days=2)\nnow()\n</function_calls>""", "Yes", 2),
     ("qwen3_coder", TAGS, "I look.", 2),
     ("openai", HARMONY, "Here.", 2),
+    ("internlm", f"I see.<|action_start|><|plugin|>\n{ROME}<|action_end|>\n", "I see.", 1),
+    ("kimi_k2", KIMI, "So.", 2),
+    (
+        "functiongemma",
+        'Ok <start_function_call>call:weather{city:<escape>Rome "{}"<escape>,days:2}<end_function_call>'
+        "<start_function_call>call:now{}<end_function_call>",
+        "Ok",
+        2,
+    ),
     ("mistral", 'Well[TOOL_CALLS]weather[ARGS]{"city": "Rome \\"{}\\"", "days": 2}[TOOL_CALLS]now{}', "Well", 2),
 ]
 PLAIN = [
@@ -140,6 +154,10 @@ PLAIN = [
     ("pythonic", "weather(city='Rome')"),
     ("olmo3", "<function_calls>1 + 1</function_calls>"),
     ("qwen3_coder", "<tool_call>{}</tool_call>"),
+    ("internlm", "<|action_start|><|interpreter|>\nprint(1)<|action_end|>"),
+    ("kimi_k2", "<|tool_calls_section_begin|>none<|tool_calls_section_end|>"),
+    ("functiongemma", "<start_function_call>weather<end_function_call>"),
+    ("functiongemma", "<start_function_call>call:now{x:y}<end_function_call>"),
     ("openai", "no channel at all"),
     ("openai", "Use <|foo|> like this."),
     ("openai", "assistants can be trained"),
@@ -258,6 +276,23 @@ def test_schemas_of_any_kind_are_borne():
         FORMATS["qwen3_coder"].reader(str, True, {"f": {"properties": {"a": {"type": "integer"}}}}), text
     ).calls
     assert json.loads(made["function"]["arguments"]) == {"a": 1, "b": "x"}
+
+
+def test_a_call_of_kimi_keeps_the_id_that_its_template_reads():
+    assert [c["id"] for c in gather(FORMATS["kimi_k2"].reader(str, True, {}), KIMI).calls] == [
+        "functions.weather:0",
+        "functions.now:1",
+    ]
+
+
+def test_escaped_values_are_nested_and_typed():
+    text = (
+        "<start_function_call>call:f{a:[<escape>x, ]<escape>,2],b:{c:true,d:<escape>3<escape>},e:<escape>4<escape>}"
+        "<end_function_call>"
+    )
+    schema = {"properties": {"e": {"type": "integer"}, "b": {"properties": {"d": {"type": "string"}}}}}
+    (made,) = gather(FORMATS["functiongemma"].reader(str, True, {"f": schema}), text).calls
+    assert json.loads(made["function"]["arguments"]) == {"a": ["x, ]", 2], "b": {"c": True, "d": "3"}, "e": 4}
 
 
 @pytest.mark.parametrize(("parser", "text"), [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ridgeline.cli.base import With, app, number_of_bytes, require_package, say
+from ridgeline.cli.base import With, app, number_of_bytes, require_checkpoint, require_package, say
 from ridgeline.cli.engine_options import (
     BatchedTokens,
     ChatTemplate,
@@ -206,13 +206,17 @@ def serve(
         remote = RemoteEngine(make, spare_core, member) if apart else None
         if remote is not None:
             ended.callback(remote.close)
-        # These take long to import: meanwhile the other process loads the model.
+        # These take long to import, and a tokenizer to read: meanwhile the other process loads the model.
         from ridgeline.serve.app import create_app
-        from ridgeline.serve.server import make_service
+        from ridgeline.serve.server import make_service, read_vocabulary
         from ridgeline.serve.server import serve as run
+        from ridgeline.spec.model import ModelSpec
 
+        require_checkpoint(checkpoint)
+        vocabulary = read_vocabulary(checkpoint, tokenizer, ModelSpec.from_path(checkpoint).vocab_size)
         engine = remote.wait_ready() if remote is not None else make()
-        service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options)
+        service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options,
+                               vocabulary)  # fmt: skip
         if adapters is not None:
             service.load_all(adapters)
         service.loop.rebuild = service.loop.rebuild or make

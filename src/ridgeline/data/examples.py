@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
+    from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
@@ -81,6 +82,8 @@ class Template:
         env.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         try:
             self._template = env.from_string(self.source)
+            self.reads_parts = _loops_over_content(env.parse(self.source))
+            """Whether messages may have a list of parts as content."""
         except TemplateError as e:
             raise UserError(f"chat template {self.name} is not valid Jinja: {e}", "fix it, or give another") from None
 
@@ -106,6 +109,22 @@ class Template:
                 raise BadRecord("the chat template changes earlier messages when later ones follow")
             spans.append((start, min(len(upto), len(text))))
         return Example(text, tuple(spans), ends=False)
+
+
+def _loops_over_content(tree: nodes.Template) -> bool:
+    """Whether a template goes through the parts of a message's ``content``."""
+    from jinja2 import nodes
+
+    def read(part: nodes.Node) -> bool:
+        if isinstance(part, nodes.Getitem):
+            return isinstance(part.arg, nodes.Const) and part.arg.value == "content"
+        return getattr(part, "attr" if isinstance(part, nodes.Getattr) else "name", None) == "content"
+
+    kinds = (nodes.Getattr, nodes.Getitem, nodes.Name)
+    return any(
+        (isinstance(loop.iter, kinds) and read(loop.iter)) or any(read(part) for part in loop.iter.find_all(kinds))
+        for loop in tree.find_all(nodes.For)
+    )
 
 
 def _generation() -> type[Extension]:

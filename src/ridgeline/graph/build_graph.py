@@ -216,6 +216,9 @@ def _head(b: Builder, last_only: bool) -> Block:
         b.pointwise("head.act", "head", "activation", b.batch * h, b.batch * h, 2 * b.batch * h, b.batch * h)
         b.linear("head.out", "head", b.batch, s.num_labels, h, "head.acted", bias=True)
         return b.block
+    if s.head == "project":
+        b.linear("head.out", "head", b.tokens, s.projection_size, h, "head.input")
+        return b.block
     if s.head == "mlm":
         b.linear("head.dense", "head", rows, h, h, "head.input", bias=True)
         b.pointwise("head.act", "head", "activation", rows * h, rows * h, 2 * rows * h, rows * h)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ridgeline.serve.harmony import Channels
 from ridgeline.serve.tool_calls import Format, Reader, Tools
-from ridgeline.serve.written_calls import PythonFormat, TagFormat
+from ridgeline.serve.written_calls import EscapedFormat, PythonFormat, TagFormat
 
 
 class CallFormat(Protocol):
@@ -27,6 +27,9 @@ class CallFormat(Protocol):
 
 _DEEPSEEK = Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", between="`", bare=True, special=True,
                    marks=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), separator="<｜tool▁sep｜>")  # fmt: skip
+_KIMI = Format("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", bare=True, special=True, numbered=True,
+               marks=("<|tool_call_begin|>", "<|tool_call_end|>"),
+               separator="<|tool_call_argument_begin|>")  # fmt: skip
 _HERMES = Format("<tool_call>", "</tool_call>", special=True)
 _LLAMA = Format("", between=";,", optional="<|python_tag|>")
 _PYTHON = PythonFormat("[", "]", ("<|python_start|>", "<|python_end|>"), special=True)
@@ -37,6 +40,8 @@ FORMATS: dict[str, CallFormat] = {
     "phi4_mini_json": Format("functools", between="[],"),
     "deepseek_v3": _DEEPSEEK, "deepseek_v31": _DEEPSEEK, "pythonic": _PYTHON, "llama4_pythonic": _PYTHON,
     "olmo3": PythonFormat("<function_calls>", "</function_calls>"),
+    "kimi_k2": _KIMI, "functiongemma": EscapedFormat(),
+    "internlm": Format("<|action_start|>", "<|action_end|>", marks=("<|plugin|>",), special=True),
     "qwen3_coder": TagFormat(), "qwen3_xml": TagFormat(), "openai": Channels(),
 }  # fmt: skip
 CHANNELS = "openai"

@@ -9,8 +9,10 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     StringConstraints,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -109,11 +111,54 @@ class ToolCall(Body):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class TextPart(Body):
-    """A part of a message."""
+def _bounded_further(cls: type[Body], value: Any) -> Any:
+    """``value``, where it has no more fields than a template may be given."""
+    given = value.items() if isinstance(value, dict) else ()
+    further = sum(v is not None and k not in cls.model_fields for k, v in given)
+    if further > MAX_FURTHER:
+        raise PydanticCustomError("too_many", "has {count} unknown fields, of {most} at most",
+                                  {"count": further, "most": MAX_FURTHER})  # fmt: skip
+    return value
 
-    type: Literal["text"]
+
+class TextPart(Body):
+    """A part of a message; fields that are not known here are for the chat template, if it reads parts."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["text", "input_text", "output_text"]
     text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        return _bounded_further(cls, value)
+
+    def plain(self) -> dict[str, Any]:
+        """As templates take it."""
+        return {**(self.model_extra or {}), "type": "text", "text": self.text}
+
+
+class RefusalPart(Body):
+    """A part of an assistant's message that says why there is no other."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    def plain(self) -> dict[str, Any]:
+        """As templates take it."""
+        return {"type": "text", "text": self.refusal}
+
+
+def _kind_of_part(value: Any) -> str:
+    if isinstance(value, str):
+        return "plain"
+    return "refusal" if isinstance(value, dict) and value.get("type") == "refusal" else "part"
+
+
+Part = Annotated[
+    Annotated[Text, Tag("plain")] | Annotated[TextPart, Tag("part")] | Annotated[RefusalPart, Tag("refusal")],
+    Discriminator(_kind_of_part),
+]
 
 
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
@@ -129,15 +174,10 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _few(cls, value: Any) -> Any:
-        given = value.items() if isinstance(value, dict) else ()
-        further = sum(v is not None and k not in cls.model_fields for k, v in given)
-        if further > MAX_FURTHER:
-            raise PydanticCustomError("too_many", "has {count} unknown fields, of {most} at most",
-                                      {"count": further, "most": MAX_FURTHER})  # fmt: skip
-        return value
+        return _bounded_further(cls, value)
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(default=None, validate_default=True)
+    content: Text | Annotated[list[Part], Field(fail_fast=True)] | None = Field(default=None, validate_default=True)
     """Null in a reply without text."""
     name: Text | None = None
     reasoning: Text | None = None
@@ -161,10 +201,14 @@ class Message(Body):
             raise PydanticCustomError("missing", "is needed in every message but the assistant's")
         return value
 
-    def plain(self) -> dict[str, Any]:
-        """As templates take it."""
-        parts = self.content or []
-        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+    def plain(self, in_parts: bool = False) -> dict[str, Any]:
+        """As templates take it; with ``in_parts`` a content that came in parts stays so."""
+        content: str | list[dict[str, Any]] = ""
+        if isinstance(self.content, str):
+            content = self.content
+        elif self.content:
+            parts = [{"type": "text", "text": p} if isinstance(p, str) else p.plain() for p in self.content]
+            content = parts if in_parts else "\n".join(part["text"] for part in parts)
         more = {"name": self.name, "reasoning": self.reasoning, "reasoning_content": self.reasoning_content,
                 "tool_call_id": self.tool_call_id,
                 "tool_calls": [call.plain() for call in self.tool_calls] if self.tool_calls else None}  # fmt: skip
@@ -286,7 +330,8 @@ class ChatBatch(ChatOptions):
     def each(self) -> list[ChatCompletion]:
         """The conversations. Raises :class:`Invalid` for options that only one of them may have."""
         for name, given in (("stream", self.stream), ("tools", self.tools), ("use_beam_search", self.use_beam_search),
-                            ("n", self.outputs > 1), ("best_of", (self.best_of or 1) > 1)):  # fmt: skip
+                            ("n", self.outputs > 1), ("best_of", (self.best_of or 1) > 1),
+                            ("kv_transfer_params", self.kv_transfer_params)):  # fmt: skip
             if given:
                 raise Invalid(name, "does not go with several conversations", "leave it out, or send them one by one")
         shared = {name: getattr(self, name) for name in self.model_fields_set - {"messages"}}

@@ -50,7 +50,7 @@ class Vocabulary:
         self.size = size
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
-        parts = _parts(json.loads(tokenizer.to_str())["decoder"])
+        parts = _parts(None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__()))
         self.bytes: list[bytes] = [b""] * size
         for text, i in tokenizer.get_vocab(with_added_tokens=True).items():
             if i < size:

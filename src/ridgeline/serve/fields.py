@@ -142,9 +142,10 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        """Refuse the first unknown field; null stands for an optional field that is left out."""
+        """Refuse the first unknown field; null stands for a field that is left out, known or not."""
         closed = isinstance(value, dict) and cls.model_config["extra"] == "forbid"
-        if closed and (bad := next((k for k in value if k not in _names(cls)), None)) is not None:
+        unknown = (k for k, v in value.items() if v is not None and k not in _names(cls)) if closed else iter(())
+        if (bad := next(unknown, None)) is not None:
             name = bad.encode(errors="backslashreplace").decode()  # JSON can spell what is no UTF-8
             raise PydanticCustomError(UNKNOWN, "is not known", {"name": name})
         if isinstance(value, dict) and None in value.values():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator
+from pydantic_core import PydanticCustomError
 
 from ridgeline.serve.fields import (
     MAX_BAD_WORDS,
@@ -31,6 +32,7 @@ from ridgeline.serve.fields import (
 )
 from ridgeline.serve.grammar import Grammars, Kind
 from ridgeline.serve.request import Grammar, Invalid, Sampling
+from ridgeline.serve.transfer.handover import KvTransfer
 
 
 class StreamOptions(Body):
@@ -123,13 +125,16 @@ class Sampled(Body):
     stream_options: StreamOptions | None = None
     priority: Number = 0
     cache_salt: Salt | None = None
+    kv_transfer_params: KvTransfer | None = None
+    """Where the prompt's cache comes from, or that it will be fetched."""
     user: Text | None = None
-    """Without effect, like the next five: they name users, caches and tiers of OpenAI's own service."""
+    """Without effect, like the next six: they name users, caches and tiers of OpenAI's own service."""
     metadata: Annotated[dict[str, str], BeforeValidator(few)] | None = None
     store: bool | None = None
     service_tier: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -221,8 +226,16 @@ class Completion(Sampled):
     prompt: Prompt
     echo: bool = False
     logprobs: Number | None = None
-    suffix: Literal[""] | None = None
+    suffix: Text | None = None
+    """What comes after the output, of a model that fills gaps."""
     add_special_tokens: bool = True
+
+    @field_validator("kv_transfer_params")
+    @classmethod
+    def _no_second_prompt(cls, value: KvTransfer | None) -> KvTransfer | None:
+        if value is not None and value.prompt_token_ids is not None:
+            raise PydanticCustomError("twice", "holds prompt_token_ids, which are the prompt here")
+        return value
 
 
 class Detokenize(Body):

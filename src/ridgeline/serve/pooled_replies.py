@@ -80,14 +80,26 @@ def _activated(logits: list[float], body: Read, service: Service) -> list[float]
 def _compared(
     prepared: PreparedRequest, found: Vectors, body: ScoreRequest | RerankRequest, service: Service
 ) -> list[float]:
-    """A cross-encoder's score of each pair, or the cosine similarity of its embeddings."""
+    """A cross-encoder's score of each pair, the cosine similarity of its embeddings, or that of its tokens' (each of
+    the first text's beside the most similar one of the second's, summed: MaxSim, arXiv:2004.12832)."""
     if prepared.jobs[0].request.classify:
         return [_activated(logits, body, service)[0] for logits in found]
     count = len(body.texts()[0])
-    units = [unit(v) for v in found]
+    late = prepared.jobs[0].request.each
+    units: list[Any] = [_units(v) for v in found] if late else [unit(v) for v in found]
     first, second = units[:count], units[count:]
     pairs = zip(first * (len(second) if count == 1 else 1), second, strict=True)
+    if late:
+        return [float((x @ y.T).max(1).sum()) for x, y in pairs]
     return [sum(a * b for a, b in zip(x, y, strict=True)) for x, y in pairs]
+
+
+def _units(vectors: list[list[float]]) -> Any:
+    """Vectors of length 1, as an array [tokens, width]."""
+    import numpy as np
+
+    rows = np.asarray(vectors)
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 
 def _cut(vector: list[float], body: Encoded) -> list[float]:

@@ -23,7 +23,8 @@ def pool(seq: Sequence, hidden: Tensor, runner: Runner) -> None:
     if not group.request.embed:
         return
     if group.request.each:
-        rows = runner.logits(hidden) if group.request.classify else hidden
+        projected = group.request.classify or runner.model.spec.head == "project"
+        rows = runner.logits(hidden) if projected else hidden
         group.hidden = (group.hidden or []) + rows.float().tolist()
     elif group.request.classify:
         if seq.n_computed == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ridgeline.serve.detokenize import ServeJob
 from ridgeline.serve.harmony import ChannelCount
@@ -42,6 +43,8 @@ class PreparedRequest:
     """Whether log-probabilities are."""
     chunks: list[Chunks] = field(default_factory=list)
     """Of each input whose vectors are pooled in chunks."""
+    handed_over: dict[str, Any] | None = None
+    """What the answer tells the server that fetches the prompt's cache."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def reasoning_count(self) -> ReasoningCount | ChannelCount:

@@ -38,6 +38,9 @@ class Reading:
     def embedding(self, body: EmbeddingRequest, key: bytes) -> PreparedRequest:
         """The jobs of embeddings. Raises :class:`Invalid`."""
         self._cuttable(body.dimensions)
+        if self._late and body.late_chunking_params is not None:
+            what = "makes vectors of chunks from those of texts, which this model has none of"
+            raise Invalid("late_chunking_params", what, "ask /pooling for token_embed")
         prompts, chunks = self._inputs(body), []
         if body.late_chunking_params is not None:
             self._bounded(prompts, self.service.loop.engine.spec.hidden_size)
@@ -55,12 +58,23 @@ class Reading:
                 raise Invalid(name, "changes a text that is divided into chunks", "leave it out")
         return [Chunks(size, self.service.vocabulary.offsets(text)) for text in texts]
 
-    def _bounded(self, prompts: Sequence[Prompt], width: int) -> None:
+    @property
+    def _late(self) -> bool:
+        """Whether texts are compared by vectors of their tokens (late interaction)."""
+        return self.service.loop.engine.spec.head == "project"
+
+    @property
+    def _width(self) -> int:
+        """Numbers in a vector."""
+        spec = self.service.loop.engine.spec
+        return spec.projection_size or spec.hidden_size
+
+    def _bounded(self, prompts: Sequence[Prompt], width: int, param: str = "input") -> None:
         """Raise :class:`Invalid` where ``width`` numbers for each token are too many."""
         numbers = sum(len(p.tokens) for p in prompts) * width
         if numbers > MOST_NUMBERS:
             fix = "ask in several requests" if len(prompts) > 1 else "send a shorter input"
-            raise Invalid("input", f"makes {numbers} numbers, of {MOST_NUMBERS} at most", fix)
+            raise Invalid(param, f"makes {numbers} numbers, of {MOST_NUMBERS} at most", fix)
 
     def classification(self, body: Classification, key: bytes) -> PreparedRequest:
         """The jobs of classifications. Raises :class:`Invalid`."""
@@ -73,10 +87,10 @@ class Reading:
             if getattr(body, name) is not None:
                 raise Invalid(name, "has an effect on embeddings only", "leave it out")
         self._cuttable(body.dimensions)
-        each = body.task is not None and body.task.startswith("token_")
+        each = self._late if body.task is None else body.task.startswith("token_")
         prompts, spec = self._inputs(body), self.service.loop.engine.spec
         if each:
-            self._bounded(prompts, spec.num_labels if classify else body.dimensions or spec.hidden_size)
+            self._bounded(prompts, spec.num_labels if classify else body.dimensions or self._width)
         return self._read("pooling", body, prompts, key, classify, body.cache_salt, each)
 
     def scored(self, body: ScoreRequest | RerankRequest, key: bytes) -> PreparedRequest:
@@ -92,7 +106,9 @@ class Reading:
             for name, texts in zip(body.names, (first, second), strict=True)
             for p in self.service.prompts(texts, name, True, body.truncate_prompt_tokens, body.truncation_side)
         ]
-        return self._read("score", body, prompts, key, False)
+        if self._late:
+            self._bounded(prompts, self._width, body.names[1])
+        return self._read("score", body, prompts, key, False, each=self._late)
 
     def _pairs(self, body: ScoreRequest | RerankRequest, first: list[str], second: list[str]) -> list[Prompt]:
         """The prompts of a cross-encoder: both texts of a pair, told apart by the kinds of their tokens."""
@@ -149,7 +165,7 @@ class Reading:
             what = f"is {dimensions}, and the model was not trained for embeddings of this length"
             named = ", ".join(map(str, sorted(known)))
             raise Invalid("dimensions", what, f"give one of {named}" if named else "leave it out")
-        width = self.service.loop.engine.spec.hidden_size
+        width = self._width
         if not 1 <= dimensions <= width:
             raise Invalid("dimensions", f"is {dimensions}, outside 1 to {width}", "give a length inside")
 

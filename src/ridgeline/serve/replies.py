@@ -48,7 +48,7 @@ async def whole(prepared: PreparedRequest, stream: OutputStream, chat: bool) -> 
     return {
         "id": prepared.id, "object": "chat.completion" if chat else "text_completion", "created": prepared.created,
         "model": prepared.model, "choices": choices, "usage": writer.usage(), **(writer.of_prompt(0) if chat else {}),
-        **_timing(prepared, stream, writer),
+        **_timing(prepared, stream, writer), **_handed_over(prepared),
     }  # fmt: skip
 
 
@@ -71,12 +71,17 @@ async def chunks(
                 return
             for choice in writer.pieces(delta):
                 extra = {"usage": writer.usage() if running else None} if with_usage else {}
-                yield {**head, "choices": [choice], **extra, **of_prompt}
+                last = _handed_over(prepared) if choice["finish_reason"] else {}
+                yield {**head, "choices": [choice], **extra, **of_prompt, **last}
                 of_prompt = {}
         if with_usage:
             yield {**head, "choices": [], "usage": writer.usage(), **_timing(prepared, stream, writer)}
     except (Failed, Busy) as e:
         yield error_body(503 if isinstance(e, Busy) else 500, str(e))
+
+
+def _handed_over(prepared: PreparedRequest) -> dict[str, Any]:
+    return {} if prepared.handed_over is None else {"kv_transfer_params": prepared.handed_over}
 
 
 def _timing(prepared: PreparedRequest, stream: OutputStream, writer: Writer) -> dict[str, Any]:

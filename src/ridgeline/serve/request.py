@@ -240,6 +240,9 @@ def check_request(request: EngineRequest, spec: ModelSpec, context: int) -> None
         raise Invalid("model", f"{spec.name} has no classes", "serve a checkpoint for sequence classification")
     if request.token_types and (len(request.token_types) != n or max(request.token_types) >= spec.token_types):
         raise Invalid("prompt", f"has kinds of tokens that {spec.name} does not know", "serve a cross-encoder")
+    if request.embed and spec.head == "project" and not request.each:
+        what = f"{spec.name} makes a vector of each token, none of a text"
+        raise Invalid("model", what, "ask /pooling for token_embed, or /score and /rerank")
     if request.embed:
         return
     if not spec.causal:

@@ -277,6 +277,32 @@ class ResponseRequest(Body):
         return names.get(param, param)
 
 
+def items_of(talk: list[Message], name: str) -> list[dict[str, Any]]:
+    """The items of a conversation, of the response ``name``."""
+    found: list[dict[str, Any]] = []
+
+    def add(kind: str, prefix: str, **more: Any) -> None:
+        found.append({"id": f"{prefix}_{name.partition('_')[2]}_{len(found)}", "type": kind, **more})
+
+    for m in talk:
+        plain = m.plain()
+        if m.role == "tool":
+            add("function_call_output", "fco", call_id=m.tool_call_id, output=plain["content"], status="completed")
+            continue
+        if m.reasoning_content:
+            part = {"type": "reasoning_text", "text": m.reasoning_content}
+            add("reasoning", "rs", summary=[], content=[part])
+        if plain["content"] or not (m.tool_calls or m.reasoning_content):
+            made = m.role == "assistant"
+            more: dict[str, Any] = {"annotations": []} if made else {}
+            said = {"type": "output_text" if made else "input_text", "text": plain["content"], **more}
+            add("message", "msg", role=m.role, status="completed", content=[said])
+        for call in m.tool_calls or ():
+            add("function_call", "fc", call_id=call.id, name=call.function.name, arguments=call.function.arguments,
+                status="completed")  # fmt: skip
+    return found
+
+
 def _open(message: Message) -> bool:
     """Whether it is reasoning that has led to nothing yet."""
     return message.role == "assistant" and message.content is None and not message.tool_calls

@@ -18,7 +18,7 @@ from ridgeline.serve.output_stream import Failed, OutputStream
 from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.replies import chat_logprobs
 from ridgeline.serve.request import Busy, Invalid, NotFound
-from ridgeline.serve.response_bodies import ResponseRequest
+from ridgeline.serve.response_bodies import ResponseRequest, items_of
 from ridgeline.serve.service import Service
 from ridgeline.serve.tool_calls import Piece
 
@@ -118,6 +118,26 @@ class Responses:
         if (running := self._running.get(at)) is not None:
             return running.response()
         return self._found(at).response
+
+    def inputs(self, name: str, key: bytes, limit: int, newest_first: bool, after: str | None) -> dict[str, Any]:
+        """The items that a response was made from, up to ``limit`` of them behind the one ``after``. Raises
+        :class:`NotFound`, and :class:`Invalid` for an item that is not among them."""
+        at = hashlib.sha256(key).digest(), name
+        running = self._running.get(at)
+        talk = self._found(at).talk[:-1] if running is None else running.writer.prepared.talk
+        items = items_of(talk, name)
+        if newest_first:
+            items.reverse()
+        if after is not None:
+            begin = next((i + 1 for i, item in enumerate(items) if item["id"] == after), None)
+            if begin is None:
+                raise Invalid("after", f"names {after[:100]!r}, which is not among the items", "leave it out")
+            items = items[begin:]
+        if not 1 <= limit <= 100:
+            raise Invalid("limit", f"is {limit}, outside 1 to 100", "give a number inside")
+        shown = items[:limit]
+        ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": "", "last_id": ""}
+        return {"object": "list", "data": shown, "has_more": len(items) > limit, **ends}
 
     def _found(self, at: tuple[bytes, str]) -> _Stored:
         if (stored := self._stored.get(at)) is None:

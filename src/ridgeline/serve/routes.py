@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
@@ -29,6 +29,7 @@ from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
 from ridgeline.serve.scoring import PAIRS, RerankRequest, ScoreRequest
 from ridgeline.serve.service import Service
+from ridgeline.serve.transfer.handover import FIELD, hand_over
 from ridgeline.serve.transfer.secret import HEADER
 
 T = TypeVar("T")
@@ -65,6 +66,9 @@ async def submitted(
         prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
         if loop.member is not None:
             loop.member.assign(prepared.jobs, request.headers.get(HEADER))
+        if (handed := getattr(body, FIELD, None)) is not None:
+            host = (request.scope.get("server") or ("127.0.0.1",))[0]
+            prepared.handed_over = hand_over(handed, loop.member, prepared.jobs, host)
         return prepared, await loop.submit(prepared.jobs)
 
 
@@ -231,6 +235,13 @@ def response_routes(app: FastAPI, service: Service) -> None:
         if stream:
             return EventStream(known.follow(name, key, starting_after), typed=True)
         return Json(known.get(name, key))
+
+    @app.get("/v1/responses/{name}/input_items", responses=_REFUSALS)
+    async def inputs(
+        name: str, request: Request, limit: int = 20, order: Literal["asc", "desc"] = "desc", after: str | None = None
+    ) -> Response:
+        """What a response was made from."""
+        return Json(known.inputs(name, bearer(request.scope), limit, order == "desc", after))
 
     @app.delete("/v1/responses/{name}", responses=_REFUSALS)
     async def forget(name: str, request: Request) -> Response:

@@ -47,14 +47,15 @@ _LAST_BYTES = 5
 def make_service(
     engine: Engine | RemoteEngine, checkpoint: Path, limits: QueueLimits | None = None, name: str | None = None,
     tokenizer: str | None = None, template: str | None = None, options: Options = Options(),
+    vocabulary: Vocabulary | None = None,
 ) -> Service:  # fmt: skip
-    """The engine of ``checkpoint`` with its tokenizer and chat template. Raises :class:`UserError`."""
+    """The engine of ``checkpoint`` with its tokenizer and chat template. ``vocabulary``: that of the tokenizer, where
+    it was read before. Raises :class:`UserError`."""
     from ridgeline.data.examples import find_template, special_tokens
-    from ridgeline.data.tokenizer import load_tokenizer
 
     options.check()
     spec = engine.spec
-    vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), spec.vocab_size)
+    vocabulary = vocabulary or read_vocabulary(checkpoint, tokenizer, spec.vocab_size)
     labels = Labels.of(read_json(checkpoint / "config.json"), spec.num_labels) if spec.head == "classify" else None
     defaults, most = sampling_defaults(checkpoint, options.generation_config, spec.vocab_size)
     channels = writes_channels(checkpoint, options)
@@ -87,6 +88,13 @@ def make_service(
         prompts_of(checkpoint),
         read_json(checkpoint / "tokenizer_config.json").get("tokenizer_class"),
     )
+
+
+def read_vocabulary(checkpoint: Path, tokenizer: str | None, size: int) -> Vocabulary:
+    """The tokenizer of a checkpoint, or the one named, for a model with ``size`` tokens. Raises :class:`UserError`."""
+    from ridgeline.data.tokenizer import load_tokenizer
+
+    return Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), size)
 
 
 class Server(uvicorn.Server):

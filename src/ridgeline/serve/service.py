@@ -21,11 +21,13 @@ from ridgeline.serve.engine_loop import ASLEEP, EngineLoop
 from ridgeline.serve.fields import Side, prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.harmony import ChannelReader
+from ridgeline.serve.infill import Infill, gaps
 from ridgeline.serve.openai import Completion, Sampled
 from ridgeline.serve.prepared_request import PreparedRequest
 from ridgeline.serve.reasoning import BEGIN, END, Reasoned, ReasoningGrammar
 from ridgeline.serve.request import SHORTEN, TOO_LONG, Busy, EngineRequest, Invalid, NotFound, Pooling, Sampling
 from ridgeline.serve.tool_calls import LIST, Calls, Named, Reader, id_maker
+from ridgeline.serve.transfer.handover import FIELD
 from ridgeline.spec.errors import UserError
 
 
@@ -119,6 +121,7 @@ class Service:
         engine = self.loop.engine
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.spec.vocab_size
         self.grammars = Grammars(self.vocabulary, engine.eos)
+        self.infill = Infill.of(self.vocabulary)
         self.adapters: dict[str, str] = {}
         """Adapters that are loaded, with where they came from."""
 
@@ -209,8 +212,12 @@ class Service:
                 (("logprobs", body.logprobs if body.echo else None), ("prompt_logprobs", body.prompt_logprobs))
             ),
         )  # fmt: skip
-        prompts = self.prompts(given, "prompt", body.add_special_tokens, body.truncate_prompt_tokens,
-                               body.truncation_side)  # fmt: skip
+        if body.suffix:
+            prompts, ends = gaps(self, body, given)
+            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
+        else:
+            prompts = self.prompts(given, "prompt", body.add_special_tokens, body.truncate_prompt_tokens,
+                                   body.truncation_side)  # fmt: skip
         prepared = self._prepared("cmpl", body, prompts, sampling, key)
         prepared.echo, prepared.silent = body.echo, silent
         if body.echo:
@@ -229,8 +236,11 @@ class Service:
             body = body.model_copy(update={"skip_special_tokens": False})
         of_prompt = self._most_likely([("prompt_logprobs", body.prompt_logprobs)])
         sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=of_prompt)
-        prompt = self.chat_prompt(body, body.messages, body.truncate_prompt_tokens, body.truncation_side,
-                                  body.add_special_tokens)  # fmt: skip
+        if (handed := body.kv_transfer_params) is not None and handed.prompt_token_ids is not None:
+            (prompt,) = self.prompts([handed.prompt_token_ids], FIELD, False)
+        else:
+            prompt = self.chat_prompt(body, body.messages, body.truncate_prompt_tokens, body.truncation_side,
+                                      body.add_special_tokens)  # fmt: skip
         if wanted is None:
             room = max(1, self.max_model_len - len(prompt))
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
@@ -377,14 +387,15 @@ class Service:
         if self.template is None:
             raise Invalid("messages", "the checkpoint has no chat template", "use /v1/completions, or --chat-template")
         try:
-            plain = [m.plain() for m in messages]
+            plain = [m.plain(self.template.reads_parts) for m in messages]
             if ".thinking" in self.template.source:  # gpt-oss's name of what others call reasoning
                 plain = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in plain]
             if "developer" not in self.template.source:  # OpenAI's newer name of what templates know as system
                 plain = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain]
             text = self.template.render(plain, prompt=prompt, **variables)
             if open_end:
-                text = _until(text, plain[-1]["content"])
+                last = plain[-1]["content"]
+                text = _until(text, last if isinstance(last, str) else last[-1]["text"])
         except BadRecord as e:
             raise Invalid("messages", str(e), "write messages that the template takes") from None
         tokens = self._cut(self._encode(text, "messages", special), most, side)

@@ -39,6 +39,8 @@ class Format:
     """Further markers around each call."""
     separator: str = ""
     """With ``bare``: what is between the kind of call and the name, whose line has nothing else, or after the name."""
+    numbered: bool = False
+    """With ``bare``: whether a name is written ``functions.NAME:NUMBER``, which is the call's id then."""
 
     def reader(self, make_id: Callable[[], str], parallel: bool, tools: Tools) -> Calls:
         """Reads one output."""
@@ -196,7 +198,9 @@ class Calls:
             if form.separator:
                 kind, _, after = name.partition(form.separator)
                 name = (after.strip() or kind).partition("\n")[0]
-            self._held, self._object = "{" + rest, _Object(name.partition("[")[0].strip())
+            name = name.partition("[")[0].strip()
+            short = name.rpartition(":")[0].removeprefix("functions.") if form.numbered else ""
+            self._held, self._object = "{" + rest, _Object(short or name, name if short else "")
             return True
         if not last and (not held or (form.bare and len(held) < LONGEST_NAME)):
             return False
@@ -210,7 +214,7 @@ class Calls:
             return self._give_up(found, call.raw + self._held)
         arguments = call.fresh()
         if call.sent < 0 and (arguments or call.sound):
-            found.append(Piece(call=self._count, id=self._make_id(), name=call.name))
+            found.append(Piece(call=self._count, id=call.id or self._make_id(), name=call.name))
             self._count, self._opened, call.sent = self._count + 1, "", 0
         if arguments:
             found.append(Piece(call=self._count - 1, arguments=arguments))
@@ -228,10 +232,10 @@ class Calls:
 
 
 class _Object:
-    """One JSON object, character by character; ``name``: it is the arguments of that function."""
+    """One JSON object, character by character; ``name``: it is the arguments of that function, in a call ``id``."""
 
-    def __init__(self, name: str = "") -> None:
-        self.raw, self.done, self.sound, self.name = "", False, False, name
+    def __init__(self, name: str = "", id: str = "") -> None:
+        self.raw, self.done, self.sound, self.name, self.id = "", False, False, name, id
         self.sent = -1
         """Characters of the arguments that were given out; -1: not even the name."""
         self._whole = bool(name)

@@ -52,6 +52,24 @@ class TagFormat:
         return WrittenCalls(self.begin, self.end, read, make_id, parallel, "<function=", ">")
 
 
+@dataclass(frozen=True)
+class EscapedFormat:
+    """Calls as FunctionGemma writes them: ``call:NAME{argument:<escape>text<escape>,argument:2}``."""
+
+    begin: str = "<start_function_call>"
+    end: str = "<end_function_call>"
+    special: bool = True
+    id_length: int = 0
+
+    def reader(self, make_id: Callable[[], str], parallel: bool, tools: Tools) -> WrittenCalls:
+        """Reads one output. Texts are of the types that ``tools`` say."""
+
+        def read(text: str) -> tuple[int, str, dict[str, Any]] | None:
+            return _escaped(text, tools)
+
+        return WrittenCalls(self.begin, self.end, read, make_id, parallel, "{", "}")
+
+
 class WrittenCalls:
     """An output in which calls may occur; each is given out when it is complete."""
 
@@ -220,14 +238,17 @@ def _tags(text: str, tools: Tools) -> tuple[int, str, dict[str, Any]] | None:
     made = _FUNCTION.match(text)
     if made is None:
         return None
-    schema = tools.get(made[1])
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    properties = properties if isinstance(properties, dict) else {}
+    properties = _properties(tools.get(made[1]))
     arguments = {
         name: _typed(value.removeprefix("\n").removesuffix("\n"), properties.get(name))
         for name, value in _PARAMETER.findall(made[2])
     }
     return made.end(), made[1], arguments
+
+
+def _properties(schema: Any) -> dict[str, Any]:
+    found = schema.get("properties") if isinstance(schema, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -243,3 +264,66 @@ def _typed(text: str, schema: Any) -> Any:
         return json.loads(text)
     except ValueError:
         return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+
+
+_ESCAPE = "<escape>"
+_CALL = re.compile(r"call:([\w.\-]+)(?=\{)")
+_CALL_BEGUN = re.compile(r"c(a(l(l(:[\w.\-]*)?)?)?)?")
+
+
+class _Unfinished(Exception):
+    """A value of which more must follow."""
+
+
+def _escaped(text: str, tools: Tools) -> tuple[int, str, dict[str, Any]] | None:
+    """A call at the beginning of ``text``."""
+    made = _CALL.match(text)
+    if made is None:
+        if _CALL_BEGUN.fullmatch(text):
+            return None
+        raise ValueError("no call")
+    try:
+        end, arguments = _members(text, made.end(), "}", _properties(tools.get(made[1])))
+    except _Unfinished:
+        return None
+    return end, made[1], dict(arguments)
+
+
+def _members(text: str, at: int, close: str, properties: dict[str, Any]) -> tuple[int, list[Any]]:
+    """What is between the bracket at ``at`` and the one that closes it: values, or in braces pairs → where it ends."""
+    found: list[Any] = []
+    at += 1
+    while text[at : at + 1] != close:
+        name = None
+        if close == "}":
+            colon = text.find(":", at)
+            if colon < 0:
+                raise _Unfinished
+            name, at = text[at:colon].strip().strip("\"'"), colon + 1
+        at, value = _member(text, at, properties.get(name) if name is not None else None)
+        found.append(value if name is None else (name, value))
+        if text[at : at + 1] == ",":
+            at += 1
+        elif at >= len(text):
+            raise _Unfinished
+        elif text[at] != close:
+            raise ValueError("no call")
+    return at + 1, found
+
+
+def _member(text: str, at: int, schema: Any) -> tuple[int, Any]:
+    """A value at ``at`` → where it ends, and what it is."""
+    if text.startswith(_ESCAPE, at):
+        end = text.find(_ESCAPE, at + len(_ESCAPE))
+        if end < 0:
+            raise _Unfinished
+        return end + len(_ESCAPE), _typed(text[at + len(_ESCAPE) : end], schema)
+    if text[at : at + 1] == "{":
+        end, pairs = _members(text, at, "}", _properties(schema))
+        return end, dict(pairs)
+    if text[at : at + 1] == "[":
+        return _members(text, at, "]", {})
+    ends = (i for i in range(at, len(text)) if text[i] in ",}]")
+    if (last := next(ends, None)) is None:
+        raise _Unfinished
+    return last, json.loads(text[at:last])

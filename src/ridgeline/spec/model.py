@@ -23,7 +23,7 @@ from ridgeline.spec.unsupported import refuse
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai"]
 Position = Literal["rope", "learned", "relative", "alibi"]
-Head = Literal["lm", "mlm", "classify"]
+Head = Literal["lm", "mlm", "classify", "project"]
 
 
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
@@ -35,6 +35,7 @@ _POSITIVE = ("embedding_multiplier", "attention_multiplier", "residual_multiplie
              "expert_capacity")  # fmt: skip
 """Numbers that are None or positive."""
 _LATER = (*_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
+          "projection_size",
           "joint_qk_norm", "rope_interleaved", "dense_layers", "shared_intermediate_size", "router_scores",
           "router_score_bias", "router_groups", "router_groups_chosen", "router_on_input", "chunked_window",
           "nope_layers", "qk_norm_weight", "relative_distance", "start_token", "moe_first",
@@ -132,10 +133,13 @@ class ModelSpec(BaseModel):
     embedding_norm: bool = False
     final_norm: bool = True
     head: Head = "lm"
-    """The head on the last hidden states: "lm", "mlm" (BERT's masked tokens), or "classify" (BERT's pooler and a
-    classifier over the first token's)."""
+    """The head on the last hidden states: "lm", "mlm" (BERT's masked tokens), "classify" (BERT's pooler and a
+    classifier over the first token's), or "project" (each token's to a vector that texts are compared by; ColBERT,
+    arXiv:2004.12832)."""
     num_labels: int = 0
     """Classes of a "classify" head."""
+    projection_size: int = 0
+    """Width of the vectors of a "project" head."""
     sliding_window: int | None = None
     window_every: int = 1
     """With a sliding window: every N-th layer attends to everything nevertheless (Gemma 2, gpt-oss: layers 1, 3, 5, …;
@@ -212,8 +216,10 @@ class ModelSpec(BaseModel):
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if (self.head == "classify") != (self.num_labels > 0):
             raise ValueError(f"head {self.head!r} does not go with {self.num_labels} labels")
-        if self.head == "classify" and self.tie_embeddings:
-            raise ValueError("a classifier has nothing to tie to the embeddings")
+        if (self.head == "project") != (self.projection_size > 0):
+            raise ValueError(f"head {self.head!r} does not go with projection_size {self.projection_size}")
+        if self.head in ("classify", "project") and self.tie_embeddings:
+            raise ValueError(f"a head {self.head!r} has nothing to tie to the embeddings")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout {self.dropout} is not in [0, 1)")
         for field in _POSITIVE:
@@ -446,6 +452,10 @@ class ModelSpec(BaseModel):
             raise UserError(f"{file} is not valid JSON: {e}") from None
         if not isinstance(config, dict):
             raise UserError(f"{file} does not hold a JSON object", "give a Hugging Face config.json")
+        if path.is_dir():
+            from ridgeline.spec.families.bert import with_projection
+
+            config = with_projection(config, path)
         return cls.from_config(config, name=path.stem if path.is_dir() else path.parent.name or path.stem)
 
 

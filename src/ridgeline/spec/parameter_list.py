@@ -54,6 +54,8 @@ def parameters(s: ModelSpec) -> Iterator[Parameter]:
         yield Parameter("head.dense.bias", (h,), "head")
         yield Parameter("head.out.weight", (s.num_labels, h), "head")
         yield Parameter("head.out.bias", (s.num_labels,), "head")
+    elif s.head == "project":
+        yield Parameter("head.out.weight", (s.projection_size, h), "head")
     elif not s.tie_embeddings:
         yield Parameter("head.out.weight", (s.vocab_size, h), "head")
     if s.head == "mlm":

@@ -333,8 +333,9 @@ def _check_workload(e: Experiment) -> None:
             f"{e.world} devices do not split into groups of {degree} ({axes})",
             f"use {_nearest_degrees(e.parallel, e.world)}, or a multiple of {degree} devices",
         )
-    if e.is_training and m.head == "classify":
-        raise Incompatible(f"{m.name} is a classifier, and training here predicts tokens",
+    if e.is_training and m.head in ("classify", "project"):
+        what = "is a classifier" if m.head == "classify" else "makes vectors of tokens"
+        raise Incompatible(f"{m.name} {what}, and training here predicts tokens",
                            "train a language model, or use this one with serve")  # fmt: skip
     if e.task in ("compress", "generate") and not m.causal:
         raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")

@@ -55,8 +55,8 @@ def links(spec: ModelSpec) -> Iterator[NamePair]:
         if stack not in stacks:
             module, kind = ours.rsplit(".", 1)
             lone = ours == "head.out.bias" and spec.head == "mlm"
-            if spec.head == "classify":
-                module = module.replace("head.", "classify.")
+            if spec.head in ("classify", "project"):
+                module = module.replace("head.", f"{spec.head}.")
             yield NamePair(ours, "cls.predictions.bias" if lone else f"{rest[module]}.{kind}")
             continue
         inner = ours.removeprefix(f"{block}.")

@@ -201,7 +201,21 @@ class ClassifyHead(nn.Module):
         return logits
 
 
-HEADS: dict[str, type[LMHead | MLMHead | ClassifyHead]] = {"lm": LMHead, "mlm": MLMHead, "classify": ClassifyHead}
+class ProjectHead(nn.Module):
+    """ColBERT's projection of each token: [..., H] → [..., projection_size]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.out = nn.Linear(spec.hidden_size, spec.projection_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Vectors of ``x`` [..., H]."""
+        vectors: Tensor = self.out(x)
+        return vectors
+
+
+Head = LMHead | MLMHead | ClassifyHead | ProjectHead
+HEADS: dict[str, type[Head]] = {"lm": LMHead, "mlm": MLMHead, "classify": ClassifyHead, "project": ProjectHead}
 
 
 def _nothing_left(name: str) -> None:
@@ -231,7 +245,7 @@ class Transformer(nn.Module):
         self.encoder_norm = make_norm(spec, spec.hidden_size) if encoder else None
         self.layers = nn.ModuleDict({str(i): TransformerBlock(spec, i) for i in range(spec.num_layers)})
         self.norm: nn.Module | None = make_norm(spec, spec.hidden_size) if spec.final_norm else None
-        self.head: LMHead | MLMHead | ClassifyHead | None = HEADS[spec.head](spec)
+        self.head: Head | None = HEADS[spec.head](spec)
         self.rotary = Rotary(spec) if spec.position == "rope" else None
         self.local_rotary = Rotary(spec, windowed=True) if self.rotary and spec.local_rope_theta is not None else None
         """The rotary embedding of layers with a sliding window, where it is another one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.detokenize import ServeJob
-from ridgeline.serve.transfer.secret import verified
+from ridgeline.serve.transfer.secret import signed, verified
 from ridgeline.serve.transfer.tls import Tls
 
 if TYPE_CHECKING:
@@ -37,13 +37,18 @@ class FleetMember:
         self.role, self.port, self.fingerprint = role, port, fingerprint
         self._secret, self._loop = secret, loop
 
-    def assign(self, jobs: Iterable[ServeJob], header: str | None) -> None:
-        """Have the prompts of ``jobs`` computed where a router's ``header`` says; one without a valid signature says
-        nothing."""
+    def assign(self, jobs: Iterable[ServeJob], header: str | None) -> bool:
+        """Have the prompts of ``jobs`` computed where a router's ``header`` says → whether it does; one without a
+        valid signature says nothing."""
         address = verified(self._secret, header) if header else None
         if address:
             for job in jobs:
                 job.request = replace(job.request, prefill_at=address)
+        return bool(address)
+
+    def signed_at(self, host: str) -> str:
+        """What :meth:`assign` of other members takes, for this one at ``host``."""
+        return signed(self._secret, f"{host}:{self.port}")
 
     def description(self) -> dict[str, Any]:
         """What a router needs to know."""

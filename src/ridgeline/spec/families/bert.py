@@ -1,18 +1,43 @@
-"""BERT (arXiv:1810.04805), with its head for masked tokens or a classifier."""
+"""BERT (arXiv:1810.04805), with its head for masked tokens, a classifier, or ColBERT's projection of each token."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.families.family import ACTIVATION_NAMES, Config, Family, activation
 
 if TYPE_CHECKING:
     from ridgeline.spec.model import ModelSpec
 
 
+COLBERT = "HF_ColBERT"
+"""The architecture that ColBERT's checkpoints name."""
+_WIDTHS = ("projection_dim", "colbert_dim", "dim")
+
+
+def with_projection(config: Config, folder: Path) -> Config:
+    """A configuration with the width of ColBERT's projection, where only the weights in ``folder`` tell it."""
+    if COLBERT not in (config.get("architectures") or []) or any(config.get(name) for name in _WIDTHS):
+        return config
+    try:
+        with (folder / "model.safetensors").open("rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        return {**config, _WIDTHS[0]: int(header["linear.weight"]["shape"][0])}
+    except (OSError, OverflowError, ValueError, KeyError, TypeError, IndexError):
+        return config  # the reader says what is missing
+
+
 def _read(c: Config) -> Config:
     h, heads = c["hidden_size"], c["num_attention_heads"]
-    classifier = any(a.endswith("ForSequenceClassification") for a in c.get("architectures") or [])
+    architectures = c.get("architectures") or []
+    classifier = any(a.endswith("ForSequenceClassification") for a in architectures)
+    projection = next((c[name] for name in _WIDTHS if c.get(name)), 0) if COLBERT in architectures else 0
+    if COLBERT in architectures and not projection:
+        what = "neither config.json nor a model.safetensors with linear.weight tells how wide its vectors are"
+        raise UserError(f"{COLBERT}: {what}", f"write {_WIDTHS[0]} into config.json")
     return {
         "family": "bert",
         "vocab_size": c["vocab_size"],
@@ -31,13 +56,14 @@ def _read(c: Config) -> Config:
         "qkv_bias": True,
         "out_bias": True,
         "mlp_bias": True,
-        "tie_embeddings": not classifier and bool(c.get("tie_word_embeddings", True)),
+        "tie_embeddings": not (classifier or projection) and bool(c.get("tie_word_embeddings", True)),
         "causal": False,
         "post_norm": True,
         "token_types": c.get("type_vocab_size", 2),
         "embedding_norm": True,
         "final_norm": False,
-        "head": "classify" if classifier else "mlm",
+        "head": "classify" if classifier else "project" if projection else "mlm",
+        "projection_size": projection,
         "num_labels": len(c.get("id2label") or "ab") if classifier else 0,  # transformers' default is two
     }
 
@@ -45,10 +71,13 @@ def _read(c: Config) -> Config:
 def _write(s: ModelSpec) -> Config:
     labels = {str(i): f"LABEL_{i}" for i in range(s.num_labels)}
     numbers = {name: int(i) for i, name in labels.items()}
-    classifier: Config = {"id2label": labels, "label2id": numbers} if labels else {}
+    more: Config = {"id2label": labels, "label2id": numbers} if labels else {}
+    if s.projection_size:
+        more = {_WIDTHS[0]: s.projection_size}
+    architecture = "BertForSequenceClassification" if labels else COLBERT if s.projection_size else "BertForMaskedLM"
     return {
-        **classifier,
-        "architectures": ["BertForSequenceClassification" if labels else "BertForMaskedLM"],
+        **more,
+        "architectures": [architecture],
         "vocab_size": s.vocab_size,
         "hidden_size": s.hidden_size,
         "num_hidden_layers": s.num_layers,
@@ -83,6 +112,7 @@ _REST = {
     "head.out": "cls.predictions.decoder",
     "classify.dense": "bert.pooler.dense",
     "classify.out": "classifier",
+    "project.out": "linear",
 }
 
 FAMILIES = {"bert": Family(_read, _write, "bert.encoder.layer", _BLOCK, _REST)}
