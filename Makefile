@@ -17,12 +17,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/ridgeline ablate examples/quickstart.toml
 
+# Each process runs its half in order, so that what the tests of a file share is made once, and then helps the other.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
 # Every crossing of techniques, families and options, of which `make test` runs a part.
 test-all: setup
-	$(BIN)/python -m pytest -n 2 -m '' --hypothesis-profile nightly
+	$(PYTEST) -m '' --hypothesis-profile nightly
 
 # What depends on the processor, as other processors and busy ones would run it.
 test-cpus: setup

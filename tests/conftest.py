@@ -6,25 +6,31 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # they would compile every module again
+# The same for all: ranks of jobs are forked from one process for each of these paths.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+HOME = ROOT / ".pytest_cache" / "home"
+os.environ["RIDGELINE_HOME"] = str(HOME)  # while tests are collected
 if not Path("/dev/nvidiactl").exists() or "+cpu" in version("torch"):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
-import pytest
-from hypothesis import settings
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
-settings.register_profile("nightly", max_examples=120)
-settings.register_profile("day", max_examples=30)
+settings.register_profile("nightly", max_examples=120, deadline=None)
+settings.register_profile("day", max_examples=30, deadline=None, derandomize=True)  # the same examples in every run
 settings.load_profile("day")
 
 
 @pytest.fixture(scope="session")
 def _homes(tmp_path_factory):
-    """New homes, empty but for compiled kernels, which all share. ``mktemp`` would list all earlier ones each time."""
+    """New homes, empty but for compiled kernels, which all share, those of the next run too: a file for each source.
+    ``mktemp`` would list all earlier homes each time."""
     folder = tmp_path_factory.mktemp("homes")
-    kernels = folder / "kernels"
-    kernels.mkdir()
+    kernels = HOME / "cache" / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
 
     def homes():
         for n in itertools.count():

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import pytest
 
-SHARE = 4
+SHARE = 8
 """``make test`` runs one in so many crossings, drawn by their names."""
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+IMPORTED = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
+            "ridgeline.train.trainer")  # fmt: skip
 HANDED_OVER = ("RIDGELINE_HOME",)
 """Environment variables that tests set and the ranks must see."""
 
@@ -77,7 +79,8 @@ class World:
         return [answers[r] for r in range(self.ranks)]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # one process imports what takes seconds, and all ranks are its forks
+        context.set_forkserver_preload(list(IMPORTED))
         self._folder = tempfile.mkdtemp(prefix="world-")
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()

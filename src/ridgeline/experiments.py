@@ -236,17 +236,14 @@ def _named(table: dict[str, Any], name: str, entry: Any, where: str) -> Experime
 
 def save(e: Experiment, path: Path) -> Path:
     """Write a file that :func:`load` reads back to the same experiment, and beside it one for every device that the
-    catalog does not know. Raises :class:`UserError` where the path of such a file would read as several devices."""
+    catalog does not know."""
     on = []
     for part in e.cluster.parts or (e.cluster,):
         label = part.label
         if not _known(part.device):
             text = catalog.device_toml(part.device)
-            file = _device_file(part.device.name, text, path)
-            if "+" in str(file) and e.cluster.size > 1:
-                raise UserError(f"'+' in {file} would separate devices in the saved plan",
-                                "choose a folder, and names of devices, without '+'")  # fmt: skip
-            label = f"{label.removesuffix(part.device.name)}{write_atomic(file, text)}"
+            file = write_atomic(_device_file(part.device.name, text, path), text)
+            label = f"{label.removesuffix(part.device.name)}{file}"
         on.append(label)
     return write_atomic(path, to_toml(e, "+".join(on)))
 

@@ -182,5 +182,12 @@ def test_options_of_servers_that_are_the_fleets_own(tmp_path, ours):
             load_fleet(fleet_file(tmp_path, ours, f"checkpoint = '.'\n{server}", members=members))
     different = ["HTTPS://a:1", "https://a:2", "https://[::1]:1"]
     assert load_fleet(fleet_file(tmp_path, ours, members=different))[0].fleet.members == different
+    for members, says in (
+        (["far.example"], "not an address"), (["http://h:0"], "not an address"), (["ftp://h"], "not an address"),
+        (["http://h", "HTTP://H:80/"], "listed twice"),
+    ):  # fmt: skip
+        result = CliRunner().invoke(app, ["router", *members, "--port", "0"])
+        assert isinstance(result.exception, UserError), result.output
+        assert says in result.exception.what
     with pytest.raises(UserError, match="--tls-clients"):
         Tls.of(ours.cert, ours.key, None, clients=True)

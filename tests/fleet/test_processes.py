@@ -14,6 +14,10 @@ from tests.serve.running import process, tiny
 pytest.importorskip("aiohttp")
 
 
+ONE = "--no-engine-process"
+"""Half of the processes to start; tests/serve/test_engine_process.py kills the others."""
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return tiny(tmp_path_factory.mktemp("fleet") / "model")
@@ -21,7 +25,7 @@ def checkpoint(tmp_path_factory):
 
 def test_a_killed_server_loses_nothing_that_has_no_token(checkpoint):
     """Requests in flight when a server is killed are answered by the other, with the tokens that it would give."""
-    with process(checkpoint) as one, process(checkpoint) as two:
+    with process(checkpoint, ONE) as one, process(checkpoint, ONE) as two:
         command = [sys.executable, "-m", "ridgeline", "router", one.url, two.url, "--port", "0"]
         router = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
@@ -52,7 +56,7 @@ def test_a_killed_server_loses_nothing_that_has_no_token(checkpoint):
 def test_a_fleet_of_processes(checkpoint, tmp_path):
     """Servers that are killed come back at their address, a rolling restart loses no request, and all of them end."""
     file = tmp_path / "fleet.toml"
-    file.write_text(f'[fleet]\nport = 0\n[[servers]]\ncheckpoint = "{checkpoint}"\nreplicas = 2\n')
+    file.write_text(f'[fleet]\nport = 0\n[[servers]]\ncheckpoint = "{checkpoint}"\nreplicas = 2\noptions = ["{ONE}"]\n')
     command = [sys.executable, "-m", "ridgeline", "fleet"]
     fleet = subprocess.Popen([*command, "up", str(file)], stderr=subprocess.PIPE, text=True)
     lines, more = [], threading.Condition()

@@ -30,11 +30,11 @@ PLANS = [
     ((), 1),
     (("flash_attention",), 1),
     (("recompute",), 1),
-    (("recompute:policy=selective",), 1),
+    pytest.param(("recompute:policy=selective",), 1, marks=pytest.mark.nightly),
     (("mixed_precision",), 1),
     (("lora", "rtn"), 1),
     (("data_parallel",), 2),
-    (("zero:stage=2",), 2),
+    pytest.param(("zero:stage=2",), 2, marks=pytest.mark.nightly),
     (("zero:stage=3", "recompute"), 2),
 ]
 

@@ -13,9 +13,11 @@ from ridgeline.measure.probing.probe import (
     with_serving,
 )  # fmt: skip
 from ridgeline.predict import predict
+from ridgeline.predict.serving.arrivals import requests
 from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.spec.device import PROMPT_ROWS, STEP_ROWS, Device, Rate
+from ridgeline.predict.serving.simulate import surface_of
+from ridgeline.spec.device import PROMPT_ROWS, STEP_ROWS, Cluster, Device, Rate
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.registry import check, normalize
 
@@ -163,6 +165,19 @@ def test_the_engine_on_a_measured_machine_costs_what_was_measured(machine):
     assert (engine.name, engine.source) == ("ridgeline", "measured on this machine")
     assert engine.sequence_s == pytest.approx(TRUE["serve.sequence"] + TRUE["serve.token"], rel=0.02)
     assert engine.request_s == pytest.approx(TRUE["serve.request"], rel=0.02)
+
+
+@pytest.mark.parametrize(("ranks", "apart"), [(1, True), (2, False)])
+def test_the_server_of_a_divided_model_is_in_the_engines_process(ranks, apart, machine):
+    """As ``bench`` runs them."""
+    device = machine.model_copy(update={"host_latency": {**machine.host_latency, "serve.apart": 1.0}})
+    e = serving_experiment(narrow(2), 4, device, requests=8)
+    plan, cluster = [*SERVED, f"tensor_parallel:degree={ranks}"], Cluster(device=device, devices_per_node=ranks)
+    e = normalize(e.model_copy(update={"plan": Plan.parse(plan), "cluster": cluster}))
+    engine = surface_of(e, check(e), requests(e.workload)).engine
+    assert (engine.token_s > 0, engine.reply_s > 0) == (apart, apart)
+    assert engine.iteration_s == pytest.approx(TRUE["serve.iteration"] + (not apart) * TRUE["serve.reply"], rel=0.02)
+    assert engine.sequence_s == pytest.approx(TRUE["serve.sequence"] + (not apart) * TRUE["serve.token"], rel=0.02)
 
 
 def test_one_client_waits_for_what_is_known(machine):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeline.nn.memory.arena import ALIGNMENT, lower_bound, offsets, padded, writer_of
@@ -22,7 +22,6 @@ def assert_apart(spans, where):
                 assert where[i] + size <= where[j] or where[j] + spans[j][0] <= where[i], (spans[i], spans[j])
 
 
-@settings(max_examples=100, deadline=None)
 @given(SPANS)
 def test_live_tensors_never_overlap(spans):
     where, total = offsets(spans)

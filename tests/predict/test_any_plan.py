@@ -108,7 +108,7 @@ def ask(model, on, workload, plan):
     return result
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(questions())
 def test_a_question_has_an_answer_or_one_message(question):
     ask(*question)

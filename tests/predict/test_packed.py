@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.crossings import crossing
 from tests.predict.test_scheduler import Toy
@@ -153,7 +153,6 @@ CASES = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
 @given(CASES)
 def test_stretches_change_nothing_and_everybody_is_served(case):
     asked = sorted(Arrival(*a) for a in case["asked"])

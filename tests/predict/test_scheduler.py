@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeline.predict.serving.arrivals import Arrival
@@ -64,7 +64,6 @@ def engine(asked, blocks=10**5, clients=None, mixes=True, request_s=0.0, host=0.
     return Simulation(Toy(host), s, blocks, 10**6, asked, clients, request_s, mixes=mixes)
 
 
-@settings(max_examples=100, deadline=None)
 @given(CASES)
 def test_no_request_is_lost(case):
     """Each one is answered in order of cause and effect, or was too long for the cache."""

@@ -113,11 +113,9 @@ def test_devices_of_one_name_are_saved_apart_and_found_from_anywhere(tmp_path, m
     assert sorted(f.name for f in Path("plans").iterdir()) == ["found.toml", "mygpu-2.toml", "mygpu.toml"]
     monkeypatch.chdir("a")
     assert [experiments.load(file).cluster for file in files] == [e.cluster] * 3
-    with pytest.raises(UserError, match=r"'\+' in .*mygpu.toml would separate devices"):
-        experiments.save(e, tmp_path / "c++" / "found.toml")
-    assert not (tmp_path / "c++").exists()
-    one = experiments.make("gpt2", str(tmp_path / "b" / "mygpu.toml"), {"kind": "generate"}, [])
-    assert experiments.load(experiments.save(one, tmp_path / "c++" / "found.toml")).cluster == one.cluster
+    one = experiments.make("gpt2", "2x../b/mygpu.toml", {"kind": "generate"}, ["tensor_parallel:degree=2"])
+    for plan in (e, one):
+        assert experiments.load(experiments.save(plan, tmp_path / "c++" / "a+b" / "found.toml")).cluster == plan.cluster
 
 
 @pytest.mark.parametrize("on", [UNEQUAL, "8xrtx4090+8xa100-80g-sxm"])

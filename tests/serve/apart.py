@@ -64,14 +64,18 @@ def unforeseen():
     raise ValueError("this was not foreseen")
 
 
-def long_to_close(build, closed, seconds=1.0):
-    """One that takes longer to close than its last step may take, and makes a file when it has."""
+def long_to_close(build, closed, go):
+    """One that closes when there is a file ``go``, and then later than its last step may take. When it has said that
+    its last step has ended, it makes a file "closing", and when it has closed, the file ``closed`` beside it."""
     engine_process.LAST = 0.2
     engine = build()
     plain = engine.close
 
     def close():
-        time.sleep(seconds)
+        closed.with_name("closing").touch()
+        while not go.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
         plain()
         closed.touch()
 
@@ -79,9 +83,9 @@ def long_to_close(build, closed, seconds=1.0):
     return engine
 
 
-def failing(build, closed, seconds):
-    """One whose step fails, and that takes longer to close than its last step may take."""
-    engine = long_to_close(build, closed, seconds)
+def failing(build, closed, go):
+    """One whose step fails, and that takes long to close, as :func:`long_to_close`."""
+    engine = long_to_close(build, closed, go)
 
     def step():
         raise RuntimeError("the kernel is gone")

@@ -109,12 +109,12 @@ class Running:
     def start(self) -> Running:
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
         self.thread.start()
-        assert self._said.wait(20)
+        assert self._said.wait(60)
         return self
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         if isinstance(self.engine, RemoteEngine):
             assert self.engine.close() or self.loop.failure
@@ -132,8 +132,8 @@ class Running:
         self.engine.check()
 
     @staticmethod
-    def wait(condition, seconds=20.0) -> None:
-        """Until ``condition()`` holds."""
+    def wait(condition, seconds=60.0) -> None:
+        """Until ``condition()`` holds; the limit is for what never comes, not for what a busy machine delays."""
         poll = threading.Event()
         for _ in range(int(seconds / 0.01)):
             if condition():

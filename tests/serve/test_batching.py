@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import ask, engine, greedy, model, run
 
@@ -41,7 +41,6 @@ def monotone_costs(draw):
     return lambda length, batch: table[batch][length]
 
 
-@settings(max_examples=60, deadline=None)
 @given(LENGTHS, monotone_costs())
 def test_no_partition_is_cheaper(lengths, cost):
     def total(batches):
@@ -64,7 +63,6 @@ def test_what_is_too_large_is_cut():
     assert dp_batches([], cost) == []
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.tuples(st.sampled_from([1, 4, 16]), st.sampled_from([1, 4])), st.floats(1e-4, 1.0)))
 def test_the_table_holds_what_was_measured_and_never_falls(measured):
     measured |= {(length, 1): measured.get((length, 1), 0.01) for length in (1, 4, 16)}
@@ -150,7 +148,6 @@ def test_packed_batches_have_nothing_to_save():
 # ---- several tasks ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 12), st.sampled_from(["", "a", "b"])), min_size=1, max_size=8),
        monotone_costs(), monotone_costs())  # fmt: skip
 def test_each_of_the_two_stages_is_the_cheapest(asked, shared, own):

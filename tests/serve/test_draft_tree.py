@@ -13,9 +13,12 @@ from tests.serve.drafts import Oracle, always, drafted_by, untrained
 from tests.serve.test_engine import PROMPTS, SERVED, TINY
 from tests.serving import alone, ask, engine, experiment, greedy, model, run, spec
 
+from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.kernels import native
 from ridgeline.nn.model.draft_head import features_before
 from ridgeline.nn.model.init import build
+from ridgeline.predict import predict
+from ridgeline.serve.build_engine import DEFAULT_PLAN
 from ridgeline.serve.draft_tree import Candidate, child, moves, pruned, tree_paths
 from ridgeline.spec.draft_head import CONFIG, TENSORS, head_spec
 from ridgeline.spec.errors import Incompatible, UserError
@@ -361,9 +364,31 @@ def test_memory_counts_what_a_head_keeps(llama, tmp_path):
     assert eng.held()["kv_cache"] == pytest.approx(plain.held()["kv_cache"], rel=0.1)
 
 
+@pytest.mark.parametrize("base", ["llama-mini", "mixtral-8x7b"])
+def test_memory_counts_the_weights_of_what_drafts(base, tmp_path):
+    """As predicted, to the byte."""
+    made = model(base)
+    save_checkpoint(made, tmp_path / "small")
+    untrained(made, tmp_path / "head")
+    plain = engine(made, kv_cache_bytes=1 << 20)
+    for draft in ("head", "small"):
+        plan = f"speculative:draft={tmp_path / draft}"
+        found = engine(made, plan, kv_cache_bytes=1 << 20).held()["parameters"]
+        assert found > plain.held()["parameters"]
+        e = experiment(made.spec, [*DEFAULT_PLAN, plan], kv_cache_bytes=1 << 20, dtype="fp32", requests=1)
+        (predicted,) = (m.bytes for m in predict(e).memory if m.category == "parameters")
+        assert found == 2 * predicted, "the model here is in fp64"
+
+
 def test_trees_need_a_head(llama):
     with pytest.raises(Incompatible, match=r"branches=4.*draft head"):
         check(normalize(experiment(llama.spec, ["speculative:branches=4"])))
+
+
+def test_chains_have_no_size_of_trees(llama, tmp_path):
+    untrained(llama, tmp_path)
+    with pytest.raises(Incompatible, match=r"nodes=8.*branches=1"):
+        engine(llama, f"speculative:draft={tmp_path},nodes=8")
 
 
 def test_another_models_head_is_refused(llama, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import ask, engine, greedy, model, run
 
@@ -21,7 +21,6 @@ PROMPTS = {f"r{i}": [(7 * i + 3 * j * j) % 300 for j in range(3 + 5 * i)] for i 
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-@settings(max_examples=80, deadline=None)
 @given(st.lists(SPANS, min_size=1, max_size=4))
 def test_live_results_never_overlap_whatever_passes_follow_each_other(name, passes):
     held = {}

@@ -1,6 +1,8 @@
 """Reasoning apart from answers: whole, streamed, before calls, and back again."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -9,6 +11,7 @@ from tests.serve.test_tools import ASK, CALLED, FORMATS, ROME, TOOLS, both, said
 
 from ridgeline.data.examples import Template
 from ridgeline.serve.checkpoint_settings import Options
+from ridgeline.serve.harmony import ChannelCount, ChannelReader
 from ridgeline.serve.reasoning import Reasoned, ReasoningCount, ReasoningGrammar
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.tool_calls import Calls, id_maker
@@ -112,6 +115,20 @@ def test_tokens_of_reasoning_are_counted(server, begun, text, count):
     for token in vocabulary.encode(text, special=False):  # a token is a byte
         counter.push([token])
     assert counter.tokens == count
+
+
+@pytest.mark.parametrize(("header", "count"), [
+    ("<|channel|>analysis", 2), ("<|channel|>final", 0), ("<|channel|>analysis to=functions.f", 0),
+    ("<|start|>assistant to=functions.f<|channel|>analysis", 0), ("<|start|>assistant<|channel|>analysis code", 2),
+])  # fmt: skip
+def test_tokens_in_the_channel_of_reasoning_are_counted(header, count):
+    """As the reader tells them apart: what is said to a function is none."""
+    parts = [*re.split(r"(<\|\w+\|>)", header), "<|message|>", "a", "b", "<|end|>", "c"]
+    vocabulary = SimpleNamespace(bytes=[p.encode() for p in parts])
+    counter = ChannelCount(vocabulary)
+    counter.push(range(len(parts)))
+    assert counter.tokens == count
+    assert len("".join(p.reasoning for p in ChannelReader(lambda: "").push("".join(parts)))) == count
 
 
 def test_usage_counts_reasoning_that_is_hidden_too(client, reasons):

@@ -168,25 +168,27 @@ def test_keys(folder):
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_client_that_leaves_frees_its_blocks(server, stream, n):
     before = server.loop.metrics.disconnected._value.get()
-    with Slow(server.engine, 0.01):
+    with Slow(server.engine, 0.05):  # ten seconds to the end
         s = opened(server, {**LONG, "stream": stream, "n": n})
         server.wait(lambda: server.engine.blocks.used > 0)
         if stream:
             assert b"data: " in s.recv(4096) + s.recv(4096)
         s.close()
-        server.wait(lambda: server.engine.blocks.used == 0, seconds=1.0)
+        server.wait(lambda: server.engine.blocks.used == 0)
     server.assert_idle()
     assert server.loop.metrics.disconnected._value.get() == before + 1
 
 
 def test_a_client_that_leaves_while_it_waits(folder):
-    with running(folder, max_num_seqs=1) as server, Slow(server.engine, 0.02):
+    with running(folder, max_num_seqs=1) as server, Slow(server.engine, 0.05):
         first = opened(server, LONG)
         server.wait(lambda: server.loop.stats.running == 1)
+        (runs,) = server.engine.groups
         second = opened(server, LONG)
         server.wait(lambda: server.loop.stats.waiting == 1)
         second.close()
-        server.wait(lambda: len(server.engine.groups) == 1, seconds=1.0)
+        server.wait(lambda: len(server.engine.groups) == 1)
+        assert [*server.engine.groups] == [runs]
         first.close()
         server.assert_idle()
 
@@ -229,9 +231,10 @@ def test_a_full_queue_refuses_and_everybody_else_is_served(folder):
 
 
 def test_who_waits_too_long_is_told(folder):
-    with running(folder, limits=QueueLimits(first_token=0.3), max_num_seqs=1) as server, Slow(server.engine, 0.02):
+    with running(folder, max_num_seqs=1) as server, Slow(server.engine, 0.02):
         holder = opened(server, LONG)
         server.wait(lambda: server.loop.stats.running == 1 and server.loop.queued == (0, 0))
+        server.loop.limits = QueueLimits(first_token=0.3)  # which a busy machine may need longer for, before
         status, headers, text = call(server, "/v1/completions", {"prompt": "b"})
         assert status == 503
         assert "no token within 0.3 s" in error(text)["message"]
@@ -278,10 +281,10 @@ def test_an_engine_that_fails_fails_everybody_clearly(folder):
 
             server.engine.step = broken
             for t in threads:
-                t.join(10)
+                t.join(60)
         assert [status for status, _, _ in results] == [500] * 3
         assert all("engine failed" in error(text)["message"] for _, _, text in results)
-        server.thread.join(10)  # the server ends by itself
+        server.thread.join(60)  # the server ends by itself
         assert not server.thread.is_alive()
         assert isinstance(server.loop.failure, RuntimeError)
 
@@ -290,10 +293,10 @@ def test_a_step_that_hangs_is_ill_health(folder):
     with running(folder, limits=QueueLimits(stall=0.2)) as server:
         with Slow(server.engine, 0.8):
             s = opened(server, LONG)
-            server.wait(lambda: call(server, "/health")[0] == 503, seconds=2)
-            assert call(server, "/ready")[0] == 503
+            for path in ("/health", "/ready"):
+                server.wait(lambda path=path: call(server, path)[0] == 503)
             s.close()
-        server.wait(lambda: call(server, "/health")[0] == 200, seconds=3)
+        server.wait(lambda: call(server, "/health")[0] == 200)
 
 
 def test_metrics_are_prometheus_text_and_add_up(folder):

@@ -10,6 +10,7 @@ from ridgeline.data.examples import Template
 from ridgeline.serve.call_formats import FORMATS
 from ridgeline.serve.harmony import Channels
 from ridgeline.serve.tool_calls import LIST, Calls, Format, gather, id_maker
+from ridgeline.serve.written_calls import PythonCalls
 from ridgeline.spec.errors import UserError
 
 SOURCE = (
@@ -307,6 +308,20 @@ def test_a_long_argument_is_not_read_again_for_every_token(parser, text, monkeyp
     pieces = [piece for at in range(0, len(whole), 4) for piece in reader.push(whole[at : at + 4])]
     assert json.loads("".join(p.arguments for p in pieces)) == {"x": "a (b" * 5000}
     assert len(reads) < 20
+
+
+def test_closing_brackets_in_a_string_are_looked_at_once():
+    looked = []
+
+    class Counted(str):
+        def __getitem__(self, at):
+            looked.append(at)
+            return super().__getitem__(at)
+
+    calls, whole = PythonCalls(), f"f(x='{')' * 2000}')"
+    made = [calls.read(Counted(whole[:size])) for size in range(1, len(whole) + 1)]
+    assert made == [None] * (len(whole) - 1) + [(len(whole), "f", {"x": ")" * 2000})]
+    assert len(looked) < 3 * len(whole)
 
 
 def test_text_in_brackets_streams_on():

@@ -336,7 +336,7 @@ def test_a_thread_ends_although_a_cancellation_is_lost():
 
     thread.start()
     asyncio.run_coroutine_threadsafe(stubborn(), thread.loop)
-    assert started.wait(10)
+    assert started.wait(60)
     thread.stop()
     thread.stop()
     assert thread.loop.is_closed()

@@ -79,7 +79,7 @@ def pair(prefill_model, decode_model=None, *plan, whole_below=1, secret=SECRET, 
         decode.close()
 
 
-def run(sides, until, seconds=20.0):
+def run(sides, until, seconds=60.0):
     """Step all sides until ``until()``."""
     deadline = time.monotonic() + seconds
     while not until():

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from tests.compressing import LLAMA, MIXTRAL, checkpoint
+from tests.crossings import crossing
 from tests.techniques.test_zero_inference import built, tokens
 
 from ridgeline import catalog, experiments
@@ -59,10 +60,13 @@ def answers(model, batch, count=6):
     return runs[0]
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("batches", [1, 2, 4])
-@pytest.mark.parametrize("how", ["overlap=true", "overlap=false", "activations_device=0,activations_host=100",
-                                 "activations_device=25,activations_host=25"])  # fmt: skip
+HOW = ["overlap=true", "overlap=false", "activations_device=0,activations_host=100",
+       "activations_device=25,activations_host=25"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "batches", "how"), [
+    pytest.param(*case, marks=crossing("+".join(map(str, case)), 2)) for case in product(PLACES, [1, 2, 4], HOW)
+])  # fmt: skip
 def test_the_same_tokens(deep, want, tmp_path, where, batches, how):
     """Logits agree to rounding: a product of fewer rows may sum in another order."""
     plan = f"flexgen:batches={batches},{PLACES[where]},{how},path={tmp_path / 'scratch'}"

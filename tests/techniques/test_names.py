@@ -6,6 +6,7 @@ that technique's own files only. Docstrings and sentences are free.
 
 import ast
 import inspect
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ def quoted(source: str) -> set[tuple[int, str]]:
     return found
 
 
+@cache
 def strays(path: Path) -> list[str]:
     """Techniques that a module names and that are not its own, as ``line: name``."""
     home = path.with_name(f"{path.stem.removesuffix('_torch')}.py")

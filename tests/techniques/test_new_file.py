@@ -75,7 +75,7 @@ def package(tmp_path_factory):
 
 def run(package, *command):
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    env |= {"PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1", "RIDGELINE_HOME": str(package / "home")}
+    env |= {"PYTHONPATH": str(package), "RIDGELINE_HOME": str(package / "home")}
     done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout

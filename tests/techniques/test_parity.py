@@ -158,14 +158,15 @@ def test_training_parity(names, corpus):
 
 
 @pytest.mark.parametrize("name", registry())
-def test_refused_pairs_are_refused_before_anything_runs(name, subtests):
+def test_refused_pairs_are_refused_before_anything_runs(name):
     for pair in MATRIX:
         if pair.a != name or pair.status != "refused":
             continue
         e = pair_experiment(pair.a, pair.b)
         if e.is_training:  # the data does not exist: a later refusal would be another error
             e = e.model_copy(update={"workload": e.workload.model_copy(update={"data": "/nowhere"})})
-        with subtests.test(pair.b), pytest.raises(Incompatible) as refusal:
+        print(f"{name} beside {pair.b}")  # the last one failed
+        with pytest.raises(Incompatible) as refusal:
             make_trainer(e) if e.is_training else check(normalize(e))
         assert refusal.value.what
         assert refusal.value.fix

@@ -42,7 +42,7 @@ def peak(e):
 
 
 @pytest.mark.parametrize("others", [[], ["flash_attention"], ["mixed_precision"], ["lora:rank=4"]], ids="+".join)
-@pytest.mark.parametrize("share", [0.6, 0.85])
+@pytest.mark.parametrize("share", [0.6, pytest.param(0.85, marks=pytest.mark.nightly)])
 def test_the_budget_is_kept_as_simulated_and_predicted(others, share, corpus):
     budget = int(share * peak(wider(corpus, *others)))
     e = wider(corpus, f"swap_advisor:budget={budget}", *others)

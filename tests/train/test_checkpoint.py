@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from tests.crossings import crossing
 from tests.nn.conftest import CONFIGS
 from tests.training import MODEL, experiment, make_trainer, state
 from tests.world import RankFailed, world
@@ -224,8 +225,26 @@ def leg(rank, e, folder, steps, model=None):
     return losses
 
 
-@pytest.mark.parametrize(("before", "after", "model"), MOVES, ids=lambda v: v if isinstance(v, str) else v.name)
-def test_checkpoints_move_between_layouts(before, after, model, corpus, tmp_path):
+@pytest.fixture(scope="module")
+def straight(corpus, tmp_path_factory):
+    """Of a model in one process, once: its losses, and where it was exported to."""
+    known = {}
+
+    def run(model, run_leg):
+        key = model.model_dump_json()
+        if key not in known:
+            folder = tmp_path_factory.mktemp("straight")
+            known[key] = run_leg("one", folder / "run", 6, folder / "plain"), folder / "plain"
+        return known[key]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "model"), [pytest.param(*m, marks=crossing(f"{m[0]} to {m[1]}", 3)) for m in MOVES],
+    ids=lambda v: v if isinstance(v, str) else v.name,
+)  # fmt: skip
+def test_checkpoints_move_between_layouts(before, after, model, corpus, straight, tmp_path):
     """AdamW's states travel too: without them the curve would bend at the change of layout."""
 
     def run_leg(layout, folder, steps, out=None):
@@ -235,12 +254,12 @@ def test_checkpoints_move_between_layouts(before, after, model, corpus, tmp_path
         args = (e, folder, steps, out)
         return leg(0, *args) if ranks == 1 else world(ranks).run(leg, *args)[0]
 
-    straight = run_leg("one", tmp_path / "straight", 6, tmp_path / "plain")
+    losses, there = straight(model, run_leg)
     run_leg(before, tmp_path / "moved", 3)
     moved = run_leg(after, tmp_path / "moved", 6, tmp_path / "model")
-    assert abs(straight[5] - straight[2]) > 0.05
-    assert moved == pytest.approx(straight, rel=1e-5)
-    plain, other = (dict(load_checkpoint(tmp_path / name).named_parameters()) for name in ("plain", "model"))
+    assert abs(losses[5] - losses[2]) > 0.05
+    assert moved == pytest.approx(losses, rel=1e-5)
+    plain, other = (dict(load_checkpoint(place).named_parameters()) for place in (there, tmp_path / "model"))
     for name, p in plain.items():
         assert torch.allclose(p, other[name], atol=1e-3), name
 

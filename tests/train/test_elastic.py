@@ -34,11 +34,6 @@ from ridgeline.train.trainer import Trainer
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-@pytest.fixture(autouse=True)
-def _workers_find_the_package(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
-
-
 KILLING = """
 import os, pathlib, signal, sys
 waiting = pathlib.Path(__file__).with_name("kills")

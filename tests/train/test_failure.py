@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,14 +20,6 @@ from ridgeline.jobs.launch import JobFailed, run_job, watchdog
 from ridgeline.jobs.restart import restarts, run_with_restarts
 from ridgeline.spec.errors import UserError
 from ridgeline.train.checkpoint import checkpoints, resume, save
-
-SOURCE = Path(__file__).parents[2] / "src"
-
-
-@pytest.fixture(autouse=True)
-def _workers_find_the_package(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
-
 
 WAITED = 300
 """Seconds after which a job counts as waiting for a dead rank."""
@@ -70,7 +61,7 @@ def test_a_dead_rank_is_named_with_its_signal_and_step(number, status, corpus):
 def test_a_stuck_rank_times_out_with_the_operation_and_the_step(corpus):
     e = experiment(corpus, "zero", ranks=2, steps=100_000)
     with pytest.raises(JobFailed) as failure:
-        run_job(train_job(e, TrainOptions(timeout=20)), act_at(2, lambda: worker(1).suspend()))
+        run_job(train_job(e, TrainOptions(timeout=8)), act_at(2, lambda: worker(1).suspend()))
     assert failure.value.status == "timeout"
     said = failure.value.reason
     assert re.search(r"rank 0 waited in vain in (all_gather|reduce_scatter|all_reduce)\w* \(step \d+, ", said), said

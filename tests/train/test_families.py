@@ -1,6 +1,7 @@
 """Every family that the engine runs trains, alone and cut over ranks, to the same losses."""
 
 import pytest
+from tests.crossings import crossing
 from tests.nn.conftest import CONFIGS
 from tests.training import experiment, train
 
@@ -35,8 +36,10 @@ def test_one_process(name, corpus, reference):
     assert other.losses == pytest.approx(reference(name).losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["data_parallel", "zero:stage=2", "zero:stage=3"])
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(("name", "plan"), [
+    pytest.param(name, plan, marks=crossing(f"{name} {plan}", 3))
+    for name in SHARDED for plan in ("data_parallel", "zero:stage=2", "zero:stage=3")
+])  # fmt: skip
 def test_two_ranks(name, plan, corpus, reference):
     other = train(family(name, corpus, plan, ranks=2), uneven=name != "bert")
     expected = reference(name)

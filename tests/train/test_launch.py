@@ -17,15 +17,9 @@ from ridgeline import catalog, cli
 from ridgeline.jobs import launch
 from ridgeline.jobs.job import CellOptions, JobOptions, LaunchJob, TrainOptions, train_job
 from ridgeline.jobs.launch import JobFailed, run_job
+from ridgeline.jobs.launchers import run_launched_rank
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.matrix import CPU
-
-SOURCE = Path(__file__).parents[2] / "src"
-
-
-@pytest.fixture(autouse=True)
-def _workers_find_the_package(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
 
 
 def workers():
@@ -99,7 +93,9 @@ run_job(job, lambda message: message.get("step") == 2 and print("two steps", flu
 def test_the_process_that_ranks_are_forked_from_may_die(corpus):
     def kill_it(message):
         if message.get("step") == 2:
-            workers()[0].parent().kill()
+            (template,) = {p.parent() for p in workers()}
+            assert template.pid != os.getpid(), "the ranks are no forks: this would be the process that runs the tests"
+            template.kill()
 
     job = train_job(experiment(corpus, "data_parallel", ranks=2, steps=1_000_000), TrainOptions())
     with pytest.raises(JobFailed, match="was ended by signal 15"):
@@ -226,22 +222,23 @@ def test_train_exports_and_has_nothing_left_to_do(file, tmp_path):
 
 
 def test_torchrun_starts_the_ranks_too(file, corpus, tmp_path):
-    def torchrun(*args):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return subprocess.run(
-            [*command, "-m", "ridgeline", "train", str(file), *args], capture_output=True, text=True, timeout=600,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-
     out = tmp_path / "out"
-    done = torchrun("--procs", "2", "--out", str(out), "--json")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+               "ridgeline", "train", str(file), "--procs", "2", "--out", str(out), "--json"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     here = train(experiment(corpus, ranks=2, steps=6, lr=3e-4, warmup_steps=2), uneven=False)
     assert json.loads(done.stdout)["losses"] == here.losses
     assert (out / "model" / "model.safetensors").is_file()
-    wrong = torchrun("--json")
-    assert wrong.returncode != 0
-    assert "torchrun started 2 ranks, the experiment has 1" in wrong.stderr
+
+
+def test_another_number_of_ranks_than_torchrun_started_is_refused(corpus, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    result, code, said = run_launched_rank(experiment(corpus), TrainOptions(), print)
+    assert (result, code) == (None, 2)
+    assert "torchrun started 2 ranks, the experiment has 1" in said
 
 
 @pytest.mark.nightly  # torchrun on one has a test above

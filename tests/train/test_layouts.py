@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.crossings import named
+from tests.crossings import crossing, named
 from tests.nn.conftest import CONFIGS
 from tests.training import MODEL, experiment, train
 
@@ -76,7 +76,12 @@ FAMILIES = {
 """An odd vocabulary: the ranks' parts differ."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def some_families(layout):
+    """Those that `make test` divides so: all of them train in one process in tests/train/test_families.py."""
+    return [pytest.param(family, marks=crossing(f"{layout} {family}", 3)) for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", some_families("tensor"))
 def test_every_family_divided_by_tensor_and_sequence(family, corpus):
     model = FAMILIES[family]
     degree = 2 if model.num_kv_heads % 2 == 0 else 0
@@ -85,6 +90,6 @@ def test_every_family_divided_by_tensor_and_sequence(family, corpus):
     compare(2, (TP, SP), model, corpus)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_families("stages"))
 def test_every_family_in_stages(family, corpus):
     compare(4, ("pipeline:degree=2", "zero:stage=2"), FAMILIES[family], corpus)

@@ -352,7 +352,6 @@ def test_without_offload_the_same_budget_is_out_of_memory(corpus):
 
 
 def test_the_command_line_says_so_as_of_any_memory_that_ran_out(corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     catalog.save_device(CPU)
     file = tmp_path / "x.toml"
     model = MODEL.model_dump(exclude_none=True, exclude_defaults=True)

@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+from tests.crossings import crossing
 
 from ridgeline import catalog, experiments
 from ridgeline.predict.predict import resting_bytes
@@ -78,7 +79,7 @@ def refuse_nested() -> str:
             return str(error)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=crossing(name, 2)) for name in PLANS])
 def test_real_shapes_are_those_predicted(name, elsewhere):
     model, on, workload, plan, groups = PLANS[name]
     e = experiments.make(model, on, workload, plan)

@@ -4,6 +4,7 @@ gradient norms of one process, with plain SGD, clipping active and rows with une
 from __future__ import annotations
 
 import pytest
+from tests.crossings import named
 from tests.train.test_layouts import DEEP, EXPERTS, compare
 from tests.training import MODEL, experiment
 
@@ -45,7 +46,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", named(PLANS))
 def test_a_sharded_plan_trains_as_one_process(name, corpus):
     ranks, plan, model = PLANS[name]
     compare(ranks, plan, model, corpus)

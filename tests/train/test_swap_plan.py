@@ -4,7 +4,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeline.techniques.memory.swap_plan import (
@@ -74,7 +74,6 @@ def replay(p: Problem, choice: SwapChoice) -> None:
     assert s.seconds >= sum(p.seconds) - 1e-9
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_the_simulator_keeps_the_budget_and_never_uses_what_is_away(p):
     for choice in (greedy(p), lru(p), genetic(p, population=4, generations=2)):

@@ -1,6 +1,7 @@
 """Every system of the literature, shrunk to four ranks, trains for real as one process does: the triples' test."""
 
 import pytest
+from tests.crossings import crossing
 from tests.techniques.test_parity import assert_parity, comparison
 from tests.training import MODEL, experiment, train
 
@@ -88,7 +89,10 @@ def reference_of(e: Experiment):
     return _REFERENCES[e.id]
 
 
-@pytest.mark.parametrize(("name", "other"), [(n, False) for n in TRAINING] + [(n, True) for n in OTHER_AXES])
+@pytest.mark.parametrize(("name", "other"), [
+    pytest.param(name, other, marks=crossing(f"{name} {other}", 2))
+    for name, other in [(n, False) for n in TRAINING] + [(n, True) for n in OTHER_AXES]
+])  # fmt: skip
 def test_four_ranks_train_as_one(name, other, corpus):
     c = comparison(shrunk(name, corpus, other))
     assert c.subject.world == 4

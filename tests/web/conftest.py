@@ -1,13 +1,13 @@
 """One web app for all tests of a worker, with a store of its own, and one browser."""
 
 import shutil
+import socket
 import threading
 import time
 
 import pytest
 import uvicorn
 
-from ridgeline.jobs.launch import free_port
 from ridgeline.store import Store
 from ridgeline.web.app import create_app
 
@@ -16,11 +16,11 @@ class Served:
     """An app behind a real socket."""
 
     def __init__(self, app):
-        self.port = free_port()
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="error", timeout_graceful_shutdown=1)
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        self.thread = threading.Thread(target=self.server.run, args=([listening],), daemon=True)
 
     def __enter__(self):
         self.thread.start()

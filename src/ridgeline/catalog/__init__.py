@@ -256,9 +256,10 @@ def cluster(text: str) -> Cluster:
     if not text.strip():
         raise UserError("the cluster has no name", "write for example 'local', '8xa800-80g' or '4x8xa100-80g-sxm'")
     # A path may start with digits and an x ("2x/box.toml"), so an existing file is used as is.
-    whole = text.endswith(".toml") and Path(text).expanduser().is_file()
-    if "+" in text and not whole:
-        parts = tuple(cluster(part) for part in text.split("+"))
+    whole = _is_file(text)
+    names = [text] if whole else _joined(text)
+    if len(names) > 1:
+        parts = tuple(cluster(part) for part in names)
         if any(part.device.kind != "gpu" for part in parts):
             raise UserError(f"cluster {text!r}: only GPUs can be combined in a cluster", "name one of its parts")
         return parts[0].model_copy(update={"parts": parts})
@@ -266,6 +267,23 @@ def cluster(text: str) -> Cluster:
     if nodes < 1 or per_node < 1:
         raise UserError(f"cluster {text!r} has no devices", "counts start at 1, as in '8xa800-80g'")
     return Cluster(device=device(name), devices_per_node=per_node, nodes=nodes)
+
+
+def _joined(text: str) -> list[str]:
+    """The parts of a cluster's name; a ``+`` in the path of an existing file joins none."""
+    from ridgeline.spec.device import split_cluster_name
+
+    pieces, parts = text.split("+"), []
+    while pieces:
+        starts = ("+".join(pieces[:n]) for n in range(1, len(pieces) + 1))
+        part = next((s for s in starts if s.strip() and _is_file(split_cluster_name(s)[2])), pieces[0])
+        parts.append(part)
+        del pieces[: 1 + part.count("+")]
+    return parts
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(".toml") and Path(name).expanduser().is_file()
 
 
 @cache

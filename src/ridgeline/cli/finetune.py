@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ridgeline.cli import finetune_options as own
 from ridgeline.cli.base import Json, On, With, app, next_command, number_of_bytes, require_checkpoint, say
 from ridgeline.cli.jobs import require_saves, run_training
 
@@ -17,52 +18,33 @@ if TYPE_CHECKING:
 
 @app.command()
 def finetune(
-    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory, with its tokenizer.")],
-    data: Annotated[
-        str,
-        typer.Option(help="Chat, Alpaca or prompt/completion records (.jsonl, .json), or text: a file, a directory, …"),
-    ],
-    out: Annotated[Path, typer.Option(help="Output directory: the adapter, or the whole model if there is none.")],
+    checkpoint: own.Checkpoint,
+    data: own.Data,
+    out: own.Out,
     with_: With = None,
     on: On = "local",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate (default 2e-4 for what is added to the model, else 2e-5).")
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(help="Sequence length (default 1024, capped at the model's context length).")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Global batch size, in sequences.")] = 8,
-    micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batch size per device, in sequences.")
-    ] = None,
-    warmup_steps: Annotated[
-        int | None, typer.Option(min=0, help="Learning-rate warm-up steps (default 3 % of the steps).")
-    ] = None,
-    weight_decay: Annotated[float, typer.Option(min=0)] = 0.0,
-    template: Annotated[
-        str | None, typer.Option(help="Chat template: a Jinja file, or chatml, llama2, alpaca (the checkpoint's own).")
-    ] = None,
-    packing: Annotated[
-        bool, typer.Option(help="Pack several examples into a sequence; attention stays within each.")
-    ] = True,
-    train_on_prompt: Annotated[bool, typer.Option(help="Compute the loss on prompts, too.")] = False,
-    skip_bad: Annotated[bool, typer.Option(help="Skip unreadable records, and report how many.")] = False,
-    eval_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps between evaluations (default a tenth of the steps); 0 to disable.")
-    ] = None,
-    eval_batches: Annotated[int, typer.Option(min=1, help="Number of held-out evaluation batches.")] = 8,
-    adapter: Annotated[Path | None, typer.Option(help="Continue from this adapter (a PEFT directory).")] = None,
-    merged: Annotated[bool, typer.Option(help="Write the whole model with the adapter merged.")] = False,
-    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0 to disable.")] = 0,
-    async_save: Annotated[
-        bool, typer.Option(help="Write checkpoints while training goes on; each rank's host memory holds its part.")
-    ] = False,
-    resume: Annotated[bool, typer.Option(help="Resume where the same command was stopped.")] = True,
-    tokenizer: Annotated[str | None, typer.Option(help="Path to a tokenizer.json, if the checkpoint has none.")] = None,
-    dtype: Annotated[str, typer.Option(help="Storage dtype of the weights: auto, fp32, bf16.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Random seed of adapters and data order.")] = 0,
-    device_memory: Annotated[str | None, typer.Option(help="Memory limit per device: 600MB, …")] = None,
+    steps: own.Steps = 100,
+    lr: own.LearningRate = None,
+    seq_len: own.SeqLen = None,
+    batch_size: own.BatchSize = 8,
+    micro_batch_size: own.MicroBatchSize = None,
+    warmup_steps: own.WarmupSteps = None,
+    weight_decay: own.WeightDecay = 0.0,
+    template: own.Template = None,
+    packing: own.Packing = True,
+    train_on_prompt: own.TrainOnPrompt = False,
+    skip_bad: own.SkipBad = False,
+    eval_every: own.EvalEvery = None,
+    eval_batches: own.EvalBatches = 8,
+    adapter: own.Adapter = None,
+    merged: own.Merged = False,
+    save_every: own.SaveEvery = 0,
+    async_save: own.AsyncSave = False,
+    resume: own.Resume = True,
+    tokenizer: own.Tokenizer = None,
+    dtype: own.Dtype = "auto",
+    seed: own.Seed = 0,
+    device_memory: own.DeviceMemory = None,
     json: Json = False,
 ) -> None:
     """Fine-tune a checkpoint. Keeps the weights with the lowest held-out loss; Ctrl-C saves, and the same command
@@ -70,17 +52,13 @@ def finetune(
     from ridgeline import catalog, experiments
     from ridgeline.jobs.job import TrainOptions
     from ridgeline.measure.ablate import require_local
-    from ridgeline.spec.errors import UserError
-    from ridgeline.techniques.registry import techniques_of
 
     catalog.allow_unprobed()
     _require_paths(checkpoint, tokenizer, out)
     source = str(checkpoint.resolve())
     model = catalog.model(source)
     plan, adapts = _plan(list(with_ or []), adapter, model, merged)
-    uses = next(filter(None, (t.serves(str(out)) for t in techniques_of(experiments.plan_of(plan)))), ())
-    if uses and merged:
-        raise UserError("--merged: this plan trains something beside the model, which is not merged", "leave it out")
+    uses = _uses(plan, out, merged)
     workload = {
         "kind": "finetune", "checkpoint": source, "data": data, "steps": steps,
         "lr": lr if lr is not None else 2e-4 if adapts or uses else 2e-5,
@@ -101,13 +79,14 @@ def finetune(
     )  # fmt: skip
     result = run_training(e, options, f"fine-tuning {checkpoint.name}")
     _print(result, out, json)
-    if not result["stopped"] and uses:
-        next_command("serve", checkpoint, *uses)
-    elif not result["stopped"]:
-        whole = ["generate", out, "--prompt", "TEXT"] if e.model.is_encoder_decoder else ["serve", out]
-        next_command(*(["merge", checkpoint, out, "--out", f"{out}-merged"] if options.adapter else whole))
     if result["stopped"]:
         raise typer.Exit(130)
+    if uses:
+        next_command("serve", checkpoint, *uses)
+    elif options.adapter:
+        next_command("merge", checkpoint, out, "--out", f"{out}-merged")
+    else:
+        next_command(*(["generate", out, "--prompt", "TEXT"] if e.model.is_encoder_decoder else ["serve", out]))
 
 
 def _require_paths(checkpoint: Path, tokenizer: str | None, out: Path) -> None:
@@ -143,6 +122,19 @@ def _plan(wanted: list[str], adapter: Path | None, model: ModelSpec, merged: boo
         for technique in techniques_of(plan_of(wanted)):
             technique.plain({})
     return wanted, adapts()
+
+
+def _uses(plan: list[str], out: Path, merged: bool) -> tuple[str, ...]:
+    """Options of `ridgeline serve` by which the model uses what is written to ``out`` beside it; empty: a model or an
+    adapter is. Raises :class:`UserError` for ``merged`` where nothing is merged."""
+    from ridgeline.experiments import plan_of
+    from ridgeline.spec.errors import UserError
+    from ridgeline.techniques.registry import techniques_of
+
+    uses = next(filter(None, (t.serves(str(out)) for t in techniques_of(plan_of(plan)))), ())
+    if uses and merged:
+        raise UserError("--merged: this plan trains something beside the model, which is not merged", "leave it out")
+    return uses
 
 
 def _print(result: dict[str, Any], out: Path, json: bool) -> None:

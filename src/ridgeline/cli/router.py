@@ -47,18 +47,17 @@ def router(
     from ridgeline.fleet.policies import POLICIES
     from ridgeline.fleet.router import Limits, Router
     from ridgeline.fleet.tenants import Tenants, load_tenants
+    from ridgeline.serve.address import server_addresses
     from ridgeline.serve.transfer.secret import VARIABLE, read_secret
     from ridgeline.serve.transfer.tls import Tls
     from ridgeline.spec.errors import UserError, unknown
 
     if policy not in POLICIES:
         raise unknown("policy", policy, POLICIES)
-    for url in servers:
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"{url!r} is not an address", "write http://127.0.0.1:8000")
+    addresses = server_addresses(servers)
     secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
     tls = Tls.of(tls_cert, tls_key, tls_ca)
-    if tls_ca and not any(url.startswith("https://") for url in servers):
+    if tls_ca and not any(address.scheme == "https" for address in addresses):
         raise UserError("--tls-ca checks the certificates of servers, and all of these are asked over http://",
                         "write https:// addresses of servers that have --tls-cert, or leave it out")  # fmt: skip
     members = Members(servers, say, member_key)

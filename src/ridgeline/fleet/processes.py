@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,6 +19,7 @@ from ridgeline.fleet.policies import POLICIES
 from ridgeline.fleet.router import Limits, Router
 from ridgeline.fleet.tenants import Tenant, Tenants, tenants_of
 from ridgeline.jobs.launch import free_port
+from ridgeline.serve.address import server_addresses
 from ridgeline.serve.transfer.secret import VARIABLE, read_secret
 from ridgeline.serve.transfer.tls import Tls
 from ridgeline.spec.errors import UserError
@@ -120,32 +120,13 @@ def load_fleet(path: Path) -> tuple[FleetFile, list[Tenant]]:
 def _check_members(file: FleetFile, path: Path) -> None:
     """Raise :class:`UserError` for members that cannot be reached, are listed twice, or cannot reach those of this
     machine."""
-    seen = set()
-    for url in file.fleet.members:
-        address, what = _address(url), ""
-        if address is None:
-            what = "not an address"
-        elif file.tls and address[0] == "http":
-            what = "not encrypted, and [fleet] has certificates"
-        elif address in seen:
-            what = "listed twice"
-        if what:
-            raise UserError(f"{path}: {url!r} in fleet.members is {what}",
-                            "list each server once, as in https://10.0.0.6:8001")  # fmt: skip
-        seen.add(address)
+    try:
+        server_addresses(file.fleet.members, encrypted=file.tls is not None)
+    except UserError as e:
+        raise UserError(f"{path}: fleet.members: {e.what}", e.fix) from None
     if file.fleet.members and any(s.role for s in file.servers):
         raise UserError(f"{path}: fleet.members cannot fetch caches from servers with a role that start here",
                         "start all with `ridgeline serve --role`, and `ridgeline router` before them")  # fmt: skip
-
-
-def _address(url: str) -> tuple[str, str, int, str] | None:
-    """Scheme, host, port and path of a server's address; None if it is not one."""
-    try:
-        parts = urlsplit(url)
-        port = {"http": 80, "https": 443}[parts.scheme] if parts.port is None else parts.port
-    except (ValueError, KeyError):
-        return None
-    return (parts.scheme, parts.hostname, port, parts.path.rstrip("/")) if parts.hostname and port else None
 
 
 def _require_usable(tls: Tls, path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from ridgeline.spec.errors import UserError
 
@@ -21,3 +24,42 @@ def path_prefix(root_path: str) -> str:
     if root_path and not root_path.startswith("/"):
         raise UserError(f"--root-path {root_path!r} does not begin with a slash", f"give /{root_path}")
     return root_path
+
+
+class Address(NamedTuple):
+    """Where a server is, with the port that its scheme stands for."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+
+def server_addresses(urls: Iterable[str], encrypted: bool = False) -> list[Address]:
+    """The addresses of servers. ``encrypted``: all must be.
+
+    Raises :class:`UserError` for one that is none, and for a server that is listed twice.
+    """
+    found: list[Address] = []
+    for url in urls:
+        address, what = _address(url), ""
+        if address is None:
+            what = "not an address"
+        elif encrypted and address.scheme == "http":
+            what = "not encrypted, and this machine has certificates"
+        elif address in found:
+            what = "listed twice"
+        if address is None or what:
+            raise UserError(f"{url!r} is {what}", "list each server once, as in https://10.0.0.6:8001")
+        found.append(address)
+    return found
+
+
+def _address(url: str) -> Address | None:
+    try:
+        parts = urlsplit(url)
+        port = {"http": 80, "https": 443}[parts.scheme] if parts.port is None else parts.port
+    except (ValueError, KeyError):
+        return None
+    known = parts.scheme in ("http", "https") and parts.hostname and port
+    return Address(parts.scheme, parts.hostname or "", port, parts.path.rstrip("/")) if known else None

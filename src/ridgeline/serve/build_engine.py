@@ -210,11 +210,11 @@ def _drafting(run: ServeBuild, drafts: Drafts, longest: int, runner: Runner, tab
         most = run.limits.max_num_batched_tokens  # with the last known token: larger trees are never checked
         drafter = HeadDrafter(drafts.head, runner, table, table.count * table.size, longest, drafts.branches,
                               min(drafts.nodes, most - 1), most)  # fmt: skip
-        return Drafting(drafter, drafts.tokens)
+        return Drafting(drafter, drafts.tokens, drafts.head)
     if drafts.model is not None:
         longest = min(longest, drafts.model.spec.max_positions)
         blocks = DRAFTED * -(-longest // run.block_size)
-        return Drafting(ModelDrafter(drafts.model, blocks, run.block_size, longest), drafts.tokens)
+        return Drafting(ModelDrafter(drafts.model, blocks, run.block_size, longest), drafts.tokens, drafts.model)
 
     def propose(seqs: Sequence[Row], most: list[int]) -> list[Draft]:
         return [Draft(_looked_up(s, drafts.ngram, n)) for s, n in zip(seqs, most, strict=True)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.serve.block_manager import Blocks
@@ -41,10 +42,12 @@ class Drafting:
     some steps, and the one that made more tokens a second is kept for a while; off, nothing of it runs.
     """
 
-    def __init__(self, propose: Callable[[Sequence[Row], list[int]], list[Draft]], most: int) -> None:
+    def __init__(
+        self, propose: Callable[[Sequence[Row], list[int]], list[Draft]], most: int, model: nn.Module | None = None
+    ) -> None:
         """``propose``: likely next tokens for each sequence, up to its limit; ``most``: maximum tokens of one draft, in
-        a tree of one path."""
-        self.propose, self.most = propose, most
+        a tree of one path; ``model``: what drafts, if it has weights."""
+        self.propose, self.most, self.model = propose, most, model
         self.trials: dict[int, Trial] = {}
 
     def tokens(self, running: int) -> int:

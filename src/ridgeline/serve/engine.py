@@ -321,8 +321,10 @@ class Engine:
         )  # fmt: skip
 
     def held(self) -> dict[str, float]:
-        """Bytes of the model's weights and of the pool of keys and values."""
-        weights = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers())}
+        """Bytes of weights, of what drafts too, and of the pool of keys and values."""
+        drafts = self.drafter.model if self.drafter is not None else None
+        models = [self.model, *([drafts] if drafts is not None else [])]
+        weights = {t.data_ptr(): t.nbytes for m in models for t in (*m.parameters(), *m.buffers())}
         return {
             "parameters": float(sum(weights.values())),
             "kv_cache": float(sum(c.nbytes for c in self.runner.paged())),

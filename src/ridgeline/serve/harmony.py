@@ -61,7 +61,6 @@ class ChannelReader:
         header, mark, rest = self._held.partition(MESSAGE)
         if mark:
             name = _TO.search(header)
-            channel = header.rpartition(CHANNEL)[2].split()
             self._held = rest
             if name is not None and name[1] is None:
                 self._kind = "dropped"  # a tool of the model's maker, which nobody runs here
@@ -71,7 +70,7 @@ class ChannelReader:
                     found.append(Piece(call=self._count, id=self._make_id(), name=name[1]))
                     self._count += 1
             else:
-                self._kind = "reasoning" if channel[:1] == [_REASONING] else "text"
+                self._kind = "reasoning" if _reasons(header) else "text"
             return True
         begun = header.lstrip().startswith(("<|channel|>", "<|start|>", "assistant", "to="))
         if last and (CHANNEL in header or "<|start|>" in header):  # cut off within a header
@@ -101,6 +100,11 @@ class ChannelReader:
         return Piece(reasoning=text) if self._kind == "reasoning" else Piece(text)
 
 
+def _reasons(header: str) -> bool:
+    """Whether the message behind a header is reasoning: in its channel, and to nobody."""
+    return header.rpartition(CHANNEL)[2].split()[:1] == [_REASONING] and _TO.search(header) is None
+
+
 def _may_begin(text: str) -> bool:
     """Whether a header may begin with ``text``."""
     return any(begin.startswith(text) for begin in (CHANNEL, "<|start|>", "assistant", "to="))
@@ -117,7 +121,7 @@ class ChannelCount:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._bytes = vocabulary.bytes
-        self._header: bytes | None = b""
+        self._header: list[str] | None = []
         """Of the message so far; None: it has ended."""
         self._inside = False
         self.tokens = 0
@@ -126,14 +130,13 @@ class ChannelCount:
     def push(self, tokens: Iterable[int]) -> None:
         """Add tokens of the output."""
         for token in tokens:
-            text = self._bytes[token]
-            if text == CHANNEL.encode() or text.decode(errors="replace") in ENDS:
-                self._header, self._inside = b"", False
-            elif text == MESSAGE.encode():
-                words = (self._header or b"").split()
-                self._inside = words[:1] == [_REASONING.encode()] and not any(w.startswith(b"to=") for w in words)
-                self._header = None
-            elif self._header is not None:
-                self._header += text
-            else:
+            text = self._bytes[token].decode(errors="replace")
+            if text in ENDS:
+                self._header, self._inside = [], False
+            elif self._header is None:
                 self.tokens += self._inside
+            elif text == MESSAGE:
+                self._inside = _reasons("".join(self._header))
+                self._header = None
+            else:
+                self._header.append(text)

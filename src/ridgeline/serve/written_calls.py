@@ -30,7 +30,7 @@ class PythonFormat:
     def reader(self, make_id: Callable[[], str], parallel: bool, tools: Tools) -> WrittenCalls:
         """Reads one output."""
         return WrittenCalls(
-            self.begin, self.end, _python, make_id, parallel, "(", ")", self.begin == "[", self.optional
+            self.begin, self.end, PythonCalls().read, make_id, parallel, "(", ")", self.begin == "[", self.optional
         )
 
 
@@ -176,41 +176,55 @@ class WrittenCalls:
         return True
 
 
-def _python(text: str) -> tuple[int, str, dict[str, Any]] | None:
-    """A call at the beginning of ``text``; JSON's literals stand for Python's."""
-    name = re.match(r"[A-Za-z_][\w.\-]*", text)
-    if name is None or text[name.end() : name.end() + 1] not in ("", "("):
-        raise ValueError("no call")
-    size = _closed(text, name.end())
-    if size is None:
+class PythonCalls:
+    """Reads calls as in Python. Of one that is not complete, what was there before is not looked at again."""
+
+    def __init__(self) -> None:
+        self._begin("", 0)
+
+    def _begin(self, seen: str, at: int) -> None:
+        self._seen, self._at = seen, at
+        self._open: list[str] = []
+        """What closes the brackets that are open at :attr:`_at`."""
+        self._quote = ""
+        """Of the string that it is in."""
+
+    def read(self, text: str) -> tuple[int, str, dict[str, Any]] | None:
+        """A call at the beginning of ``text``; JSON's literals stand for Python's."""
+        name = re.match(r"[A-Za-z_][\w.\-]*", text)
+        if name is None or text[name.end() : name.end() + 1] not in ("", "("):
+            raise ValueError("no call")
+        if not (self._seen and text.startswith(self._seen)):
+            self._begin(text, name.end())
+        self._seen = text
+        size = self._closed(text)
+        if size is None:
+            return None
+        self._begin("", 0)
+        call = ast.parse(f"f{text[name.end() : size]}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError("not only keywords")
+        return size, name[0], {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+
+    def _closed(self, text: str) -> int | None:
+        """Where the first bracket of ``text`` has closed; None: not yet."""
+        while self._at < len(text):
+            c = text[self._at]
+            self._at += 1
+            if self._quote:
+                if c == "\\":
+                    self._at += 1
+                elif c == self._quote:
+                    self._quote = ""
+            elif c in "'\"":
+                self._quote = c
+            elif c in _CLOSED:
+                self._open.append(_CLOSED[c])
+            elif self._open and c == self._open[-1]:
+                self._open.pop()
+                if not self._open:
+                    return self._at
         return None
-    call = ast.parse(f"f{text[name.end() : size]}", mode="eval").body
-    if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
-        raise ValueError("not only keywords")
-    return size, name[0], {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
-
-
-def _closed(text: str, at: int) -> int | None:
-    """Where the brackets that open at ``at`` have closed; None: not yet."""
-    open_: list[str] = []
-    quote = ""
-    while at < len(text):
-        c = text[at]
-        if quote:
-            if c == "\\":
-                at += 1
-            elif c == quote:
-                quote = ""
-        elif c in "'\"":
-            quote = c
-        elif c in _CLOSED:
-            open_.append(_CLOSED[c])
-        elif open_ and c == open_[-1]:
-            open_.pop()
-            if not open_:
-                return at + 1
-        at += 1
-    return None
 
 
 def _value(node: ast.expr) -> Any:
@@ -235,7 +249,7 @@ def _tags(text: str, tools: Tools) -> tuple[int, str, dict[str, Any]] | None:
     opening = "<function="
     if not text.startswith(opening[: len(text)]):
         raise ValueError("no call")
-    made = _FUNCTION.match(text)
+    made = _FUNCTION.match(text) if "</function>" in text else None
     if made is None:
         return None
     properties = _properties(tools.get(made[1]))

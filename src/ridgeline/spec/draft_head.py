@@ -42,6 +42,12 @@ def head_spec(m: ModelSpec) -> ModelSpec:
     return m.changed(**fields)
 
 
+def head_parameters(own: ModelSpec) -> int:
+    """Parameters of a head of this shape: its layer, and the linear layer that joins two hidden states."""
+    h = own.hidden_size
+    return 2 * h * h + h + sum(p.numel for p in own.block_parameters(0))
+
+
 def is_head(folder: Path) -> bool:
     """Whether a folder holds a draft head."""
     return (folder / CONFIG).is_file()

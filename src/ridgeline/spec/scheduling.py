@@ -103,6 +103,8 @@ class Scheduling:
     that gathers what it found."""
     beside_elements: int = 0
     """Elements that something other than the layers keeps of each token in the pool, of the weights' dtype."""
+    beside_parameters: int = 0
+    """Elements, of the weights' dtype, of what drafts beside the model."""
     speculation: Speculation | None = None
     """Speculation with a known acceptance rate, for the prediction; None: none, or unknown."""
 

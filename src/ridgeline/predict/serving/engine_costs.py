@@ -243,16 +243,16 @@ based on the hosts' single-thread speeds; only Hopper's enters the fits, and the
 on Hopper anyway, so no open data tests these ratios."""
 
 
-def find_engine(name: str, device: Device) -> EngineCosts:
+def find_engine(name: str, device: Device, ranks: int = 1) -> EngineCosts:
     """The engine called ``name``, with its host seconds as measured, or scaled to the device's usual host. Without a
     name: Ridgeline's own on this machine; elsewhere the host seconds of vLLM and a schedule that follows only from the
-    plan."""
+    plan. ``ranks``: as of :func:`own_engine`."""
     key = engine_name(name, device.name) or PLANNED
     key = ALIASES.get(key, key)
     if key not in ENGINES:
         raise unknown("engine", name, [*ENGINES, *ALIASES])
     if key == OWN and device.kind == "cpu":
-        return own_engine(device)
+        return own_engine(device, ranks)
     engine, speed = ENGINES[key], HOST_SPEED.get(device.architecture.lower(), 1.0)
     return replace(
         engine,
@@ -266,12 +266,13 @@ def find_engine(name: str, device: Device) -> EngineCosts:
     )
 
 
-def own_engine(device: Device) -> EngineCosts:
-    """Ridgeline's own engine on a CPU, which runs operators synchronously."""
+def own_engine(device: Device, ranks: int = 1) -> EngineCosts:
+    """Ridgeline's own engine on a CPU, which runs operators synchronously. ``ranks``: over which its model is divided;
+    as ``ridgeline bench`` runs it, the first of several has HTTP and text in its process."""
     engine, known = replace(ENGINES[OWN], graphs=False, dispatch_s=0.0, kernel="packed"), device.host_latency
     if "serve.reply" not in known:  # not probed, or by an older version
         return engine
-    apart = known.get("serve.apart", 0.0)  # 1: the engine has a process of its own
+    apart = known.get("serve.apart", 0.0) if ranks == 1 else 0.0  # 1: the engine has a process of its own
     beside = 1.0 - apart
     return replace(
         engine,

@@ -50,8 +50,7 @@ def bytes_per_token(e: Experiment) -> float:
 def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) -> Room:
     """Memory left for the cache. ``largest``: number of tokens of the largest iteration."""
     device = surface.cluster.device
-    g = surface.graph(1, 1, 1)
-    weights = g.resident_bytes
+    weights = _weights(surface, engine.scheduling(techniques_of(e.plan)))
     work = workspace(surface.graph(min(largest, engine.max_num_batched_tokens), 1, 1))
     pool = GRAPH_POOL if engine.graphs else 0.0
     usable = device.memory_bytes * engine.memory_share - device.reserved_bytes
@@ -73,7 +72,7 @@ def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) 
 def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, int]:
     """The pool of Ridgeline's own engine, its blocks, and the maximum length of prompt and output together."""
     e, device = surface.e, surface.cluster.device
-    weights = surface.graph(1, 1, 1).resident_bytes
+    weights = _weights(surface, s)
     work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
     m, heads = e.model, max(1.0, e.model.cached_heads / e.parallel.get("tp", 1))
     stages = s.stages or even(m.num_layers, e.parallel.get("pp", 1))
@@ -83,6 +82,11 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
     reason = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
     return Room(blocks * s.block_size, each / s.block_size, peak, reason), blocks, longest
+
+
+def _weights(surface: Iterations, s: Scheduling) -> float:
+    """Bytes of the weights on a device, of what drafts too."""
+    return surface.graph(1, 1, 1).resident_bytes + s.beside_parameters * DTYPE_BYTES[surface.e.dtype]
 
 
 def workspace(g: Graph) -> float:

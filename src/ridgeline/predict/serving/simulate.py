@@ -98,7 +98,7 @@ def surface_of(e: Experiment, techniques: list[Technique], arrivals: Sequence[Ar
     """The cost surface of one replica that serves ``arrivals``."""
     w, cluster = e.workload, rank_cluster(e)
     assert isinstance(w, Serve)
-    engine = find_engine(w.engine, cluster.device)
+    engine = find_engine(w.engine, cluster.device, e.world // e.data_parallel)
     if engine.name == OWN:
         weights = rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, techniques).resident_bytes
         other = OTHER_PARTS & {part for t in techniques for part in t.parts}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from ridgeline.graph.graph import Graph
-from ridgeline.spec.draft_head import is_head, read_head_spec
+from ridgeline.spec.draft_head import head_parameters, is_head, read_head_spec
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Result
@@ -51,8 +51,8 @@ class Speculative(Technique):
     """Checkpoint directory of a smaller draft model with the same vocabulary, or of a head for this model."""
     branches: int = Field(default=1, ge=1, le=16)
     """With a head: tokens that it proposes behind each, of which as many paths go on; 1: a chain."""
-    nodes: int = Field(default=16, ge=1, le=128)
-    """Maximum number of tokens in a tree, the likeliest by the head's own probabilities."""
+    nodes: int | None = Field(default=None, ge=1, le=128)
+    """Maximum number of tokens in a tree (16), the likeliest by the head's own probabilities."""
     acceptance: float | None = Field(default=None, ge=0, lt=1)
     """Probability that a drafted token is accepted (of a tree: one of those behind an accepted token), for predictions:
     it depends on the text, so give a measured value. None: predicted as if nothing were drafted."""
@@ -73,6 +73,9 @@ class Speculative(Technique):
         self.needs(self.branches == 1 or head,
                    f"branches={self.branches} asks for trees, which only a draft head makes",
                    "give draft=DIR of a head (ridgeline finetune --with eagle), or branches=1")  # fmt: skip
+        self.needs(self.nodes is None or self.branches > 1,
+                   f"nodes={self.nodes} is the size of trees, and branches=1 drafts chains",
+                   "give branches=2 or more, or leave nodes out")  # fmt: skip
         if not head:
             return
         axes = [axis for axis, degree in e.parallel.items() if degree > 1]
@@ -90,6 +93,7 @@ class Speculative(Technique):
         model = None
         if self.draft:
             model = read_head_spec(Path(self.draft)) if self.has_head else ModelSpec.from_path(Path(self.draft))
+            s.beside_parameters = head_parameters(model) if self.has_head else model.num_parameters
         if model is not None and self.has_head:  # keys and values, the hidden state, and whether the head has read it
             s.beside_elements = model.cached_tensors * model.cached_heads * model.cached_dim + model.hidden_size + 1
         if self.acceptance is not None:
@@ -100,7 +104,7 @@ class Speculative(Technique):
     def _nodes(self) -> int:
         """Tokens of a tree: no more than its levels can have."""
         k = self.branches
-        return min(self.nodes, k + (self.tokens - 1) * k * k)
+        return min(self.nodes or 16, k + (self.tokens - 1) * k * k)
 
     def note(self, e: Experiment, result: Result) -> None:
         """State the assumptions."""
@@ -124,6 +128,7 @@ class Speculative(Technique):
         dtype = next(run.model.parameters()).dtype
         if self.has_head:
             drafts.head = load_head(Path(self.draft), run.model.spec, dtype, run.device)
+            run.buffers += drafts.head.parameters()
             drafts.branches, drafts.nodes = self.branches, self._nodes if self.branches > 1 else self.tokens
             return
         model = load_packed(self.draft, dtype, run.device).requires_grad_(False)
@@ -132,3 +137,4 @@ class Speculative(Technique):
                    f"{self.draft} has {theirs.vocab_size} tokens, {mine.name} {mine.vocab_size}",
                    "draft with a model of the same vocabulary")  # fmt: skip
         drafts.model = model
+        run.buffers += [*model.parameters(), *model.buffers()]
