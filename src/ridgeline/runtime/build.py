@@ -45,5 +45,13 @@ class Build:
         if self.device.type != "cuda":
             return Kernels()
         given = self.experiment.cluster.device
-        probed = given if given.kernels or not catalog.local_profile().is_file() else catalog.device("local")
+        probed = given if given.kernels or not catalog.local_device_path().is_file() else catalog.device("local")
         return Kernels(asked, probed.kernels)
+
+    def note_products(self) -> None:
+        """Note whose kernels multiply by codes."""
+        from ridgeline.nn.quant.packed_linear import PackedLinear
+        from ridgeline.nn.quant.ternary import TernaryLinear
+
+        if any(isinstance(module, (PackedLinear, TernaryLinear)) for module in self.model.modules()):
+            self.kernels.own("products with codes", self.device)

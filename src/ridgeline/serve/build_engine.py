@@ -71,6 +71,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         blocks, longest = run.pool(e.model, w, each, _free(run), "gpu" if run.device.type == "cuda" else "cpu")
     runner = _runner(run, blocks)
     run.kernels.require_used()
+    run.note_products()
     table = Blocks(blocks, run.block_size, run.share_prefixes)
     drafter = None if run.drafts is None else _drafting(run, run.drafts, longest, runner, table)
     if run.block_store is not None:  # of all that is in a block, a draft head's too

@@ -24,6 +24,7 @@ from ridgeline.jobs.job import ProbeOptions, Progress, RankContext
 from ridgeline.measure.environment import spare_core
 from ridgeline.measure.probing.cache_size import cache_bytes
 from ridgeline.measure.probing.disk import folder_rate
+from ridgeline.measure.probing.gpu_backends import Sizes, backend_rows
 from ridgeline.measure.probing.gpu_operators import operator_rows
 from ridgeline.measure.probing.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
 from ridgeline.measure.probing.probe_serving import serving_costs
@@ -67,8 +68,10 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     reference = _reference_step(timer, device, 8 if options.quick else 12)
     decoding = _reference_decode(device) if inference and ranks == 1 else 0.0
     rows: list[dict[str, Any]] = []
+    backends: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
         rows += operator_rows(device, lambda stage: report({"stage": stage}), options.quick)
+        backends += backend_rows(device, Sizes(), lambda stage: report({"stage": stage}))
     if ranks > 1:
         report({"stage": "collectives"})
         rates.update(_collectives(timer, device, ranks, SHARDED[:-1] if options.quick else SHARDED))
@@ -79,6 +82,7 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     return {
         "rates": rates,
         "rows": rows,
+        "backends": backends,
         "disk": disk,
         "cache_bytes": cache_bytes() if device.type == "cpu" and ranks == 1 else 0,
         "peak_flops": peaks,

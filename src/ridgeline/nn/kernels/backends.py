@@ -158,9 +158,13 @@ class Kernels:
                 return loaded
             if wish:
                 raise UserError(f"{name} cannot compute {operator}: {why}", "leave it out of the workload's kernels")
-        if case.device.type == "cuda":
-            self.taken[operator] = OURS
+        self.own(operator, case.device)
         return None
+
+    def own(self, operator: str, device: torch.device) -> None:
+        """Note that our own kernel computes an operator, if it runs on a GPU."""
+        if device.type == "cuda":
+            self.taken[operator] = OURS
 
     def require_used(self) -> None:
         """Raise :class:`UserError` if the workload asks for a back end of an operator that the engine does not have."""

@@ -65,6 +65,7 @@ class FusedLayers(Technique):
 
         if self.projections:
             fused.merge_projections(run.model, _gated_kernel(run))
+            run.kernels.own("merged projections", run.device)
         if self.elementwise:
             fused.fuse_elementwise(run.model, _norm_kernel(run))
             backend = run.model.backend
