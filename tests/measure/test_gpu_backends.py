@@ -84,7 +84,8 @@ def test_a_profile_shows_what_is_taken(capsys):
 
 def test_what_a_workload_may_ask_for():
     assert checked({"attention": "flashinfer"}) == {"attention.prefill": "flashinfer"}
-    assert checked({"attention": {"decode": "torch"}, "norm": "liger"}) == {"attention.decode": "torch", "norm": "liger"}
+    within = {"attention": {"decode": "torch"}, "norm": "liger"}
+    assert checked(within) == {"attention.decode": "torch", "norm": "liger"}
     with pytest.raises(UserError, match="unknown operator 'nrm' in kernels"):
         checked({"nrm": "liger"})
     with pytest.raises(UserError, match="unknown back end of norm 'ligr' in kernels"):

@@ -124,10 +124,10 @@ def test_a_wish_comes_first_or_is_refused(registered):
     assert Kernels({"attention.decode": "torch"}, measured).find("attention.decode", registered) == "theirs"
     fastest = {"attention.decode": {"torch": 1.0}}
     assert Kernels({"attention.decode": "ridgeline"}, fastest).find("attention.decode", registered) is None
-    with pytest.raises(UserError, match="flash-attn cannot compute attention.decode: too old"):
+    with pytest.raises(UserError, match=r"flash-attn cannot compute attention\.decode: too old"):
         Kernels({"attention.decode": "flash-attn"}).find("attention.decode", registered)
     unused = Kernels({"attention.decode": "torch"})
-    with pytest.raises(UserError, match="nothing computes attention.decode"):
+    with pytest.raises(UserError, match=r"nothing computes attention\.decode"):
         unused.require_used()
 
 

@@ -20,6 +20,7 @@ from ridgeline.cli.engine_options import (
     DType,
     EngineOptions,
     HostMemory,
+    Kernels,
     Length,
     Pool,
     SecretFile,
@@ -120,6 +121,7 @@ def serve(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     disk: DiskFolder = None,
+    kernels: Kernels = None,
     max_num_queued_reqs: Annotated[int, typer.Option(min=1, help="Maximum number of queued outputs.")] = 512,
     max_num_queued_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of queued prompt tokens.")] = 1
     << 20,
@@ -198,7 +200,8 @@ def serve(
     if role is not None:
         more = (*more, *(f"{name}:role={role}" for name in bringing("phase_pools")))
     asked = EngineOptions(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype, more,
-                          (device_memory, host_memory, disk), scheduling_policy, async_scheduling)  # fmt: skip
+                          (device_memory, host_memory, disk), scheduling_policy, async_scheduling,
+                          kernels)  # fmt: skip
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, ttft_slo, stall_timeout)
     make, member = partial(build, asked), MemberOptions(secret, host, transfer_port, tls, say, stall_timeout)
     with ExitStack() as ended:

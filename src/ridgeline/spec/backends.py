@@ -49,4 +49,3 @@ def order(operator: str, measured: Mapping[str, float]) -> list[str]:
     were not."""
     names = BACKENDS[operator]
     return sorted(names, key=lambda b: (measured.get(b, float("inf")), names.index(b)))
-

@@ -72,7 +72,7 @@ def backend_rows(device: torch.device, sizes: Sizes, report: Callable[[str], Non
         row: Row = {"operator": operator, "backend": OURS}
         try:
             trial = _TRIALS[operator.partition(".")[0]](device, sizes, operator.endswith("decode"))
-            right = [t.float() for t in trial.right()]
+            right = [t.detach().float() for t in trial.right()]
             row |= _tried(device, trial.ours, right)
         except torch.OutOfMemoryError as e:
             yield row | {"failed": str(e).splitlines()[0]}
@@ -98,7 +98,8 @@ def _able(operator: str, trial: Trial) -> list[tuple[Backend, Case]]:
 
 
 def _tried(device: torch.device, call: Callable[[], Result], right: Result) -> Row:
-    error = max(float((a.detach().float() - b.detach()).norm() / b.detach().norm()) for a, b in zip(call(), right, strict=True))
+    found = [t.detach().float() for t in call()]
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True))
     if not error < WRONG:
         return {"failed": f"its error is {error:.2g}", "error": error}
     for _ in range(_WARM):
@@ -133,17 +134,18 @@ def _norm(device: torch.device, s: Sizes, decode: bool) -> Trial:
     x, u, w = leaves = _leaves(device, s.dtype, (s.rows, s.hidden), (s.rows, s.hidden), (s.hidden,))
     d, e = (torch.randn(s.rows, s.hidden, device=device, dtype=s.dtype) for _ in range(2))
 
-    def both(total: Tensor, y: Tensor, given: Sequence[Tensor]) -> Result:
+    def both(made: tuple[Tensor, Tensor], given: Sequence[Tensor]) -> Result:
+        total, y = made
         return y, *torch.autograd.grad((total, y), given, (d.to(total.dtype), e.to(y.dtype)))
 
     def right() -> Result:
         x, u, w = wide = _wide(leaves)
-        return both(x + u, F.rms_norm(x + u, (s.hidden,), w, 1e-5), wide)
+        return both((x + u, F.rms_norm(x + u, (s.hidden,), w, 1e-5)), wide)
 
     return Trial(
         Case(device, s.dtype, width=s.hidden),
-        lambda: both(*functions.add_norm(x, u, w, None, 1e-5, False, s.dtype), leaves),
-        lambda kernel, case: lambda: both(*kernel.add_norm(x, u, w, 1e-5), leaves),
+        lambda: both(functions.add_norm(x, u, w, None, 1e-5, False, s.dtype), leaves),
+        lambda kernel, case: lambda: both(kernel.add_norm(x, u, w, 1e-5), leaves),
         right,
     )
 
@@ -197,9 +199,7 @@ def _attention(device: torch.device, s: Sizes, decode: bool) -> Trial:
     new, blocks = 1 if decode else s.chunk, (16, 256)
     room = -(-s.length // blocks[1]) * blocks[1]
     q = torch.randn(s.sequences * new, s.heads, s.width, device=device, dtype=s.dtype)
-    stores = [
-        torch.randn(1, s.key_heads, s.sequences * room, s.width, device=device, dtype=s.dtype) for _ in range(2)
-    ]
+    stores = [torch.randn(1, s.key_heads, s.sequences * room, s.width, device=device, dtype=s.dtype) for _ in range(2)]
     lengths = torch.full((s.sequences,), s.length, dtype=torch.int32, device=device)
     order = torch.randperm(s.sequences, device=device).int()
     repeat, counts = s.heads // s.key_heads, [new] * s.sequences

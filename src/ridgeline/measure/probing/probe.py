@@ -249,7 +249,8 @@ def gpu_device(one: dict[str, Any]) -> Device:
         device = known.model_copy(
             update={"name": "local", "title": what, "source": f"{source}; datasheet of {known.name}"}
         )
-    device = device.model_copy(update={"disk": Link(**one["disk"]), "kernels": backend_seconds(one.get("backends", []))})
+    kernels = backend_seconds(one.get("backends", []))
+    device = device.model_copy(update={"disk": Link(**one["disk"]), "kernels": kernels})
     return calibrate(as_samples(one["rows"]), device).on(device)
 
 

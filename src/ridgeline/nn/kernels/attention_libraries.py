@@ -2,7 +2,7 @@
 FlashInfer. Signatures and conditions are those of their sources (PyTorch 2.13, flash-attn 2.8, FlashAttention 3 of
 2026, FlashInfer 0.7); none of these calls has run on a GPU yet.
 
-The pool [1, G, slots, D] is pages as it lies: seen as [pages, block, G, D], each key head's part of a page is one piece.
+The pool [1, G, slots, D] is pages as it lies: seen as [pages, block, G, D], a key head's part of a page is one piece.
 A step of one new token for each sequence may be captured in a CUDA graph, where lengths are read on the device alone.
 """
 
@@ -59,11 +59,12 @@ def torch_attention() -> PageAttention:
         raise AttributeError("varlen_attn has no block_table")
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, window: int) -> Tensor:
-        out: Tensor = varlen_attn(
+        out = varlen_attn(
             q, by_pages(keys, pages.block), by_pages(values, pages.block), pages.starts, None, pages.most,
             _longest(pages), window_size=(_left(window), 0), enable_gqa=q.shape[1] != keys.shape[1],
             seqused_k=pages.lengths, block_table=pages.table,
         )  # fmt: skip
+        assert isinstance(out, Tensor)
         return out
 
     return attend
