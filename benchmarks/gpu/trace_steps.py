@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/trace_steps.py [--only NAME] [--out benchmarks/results/gpu_trace.json --as after]
 
-With another version of the package on ``PYTHONPATH``, the same steps of that version. Needs a CPU build of PyTorch and a
-C++ compiler.
+With another version of the package on ``PYTHONPATH``, the same steps of that version. Needs a CPU build of PyTorch and
+a C++ compiler.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from ridgeline.techniques.registry import default_plan
 
 MODEL, ON = "llama3.2-1b", "h100-sxm"
 LOW = ("mixed_precision", "flash_attention", "fused_layers")
-TRAINED = {"training, bf16": LOW, "training, fp8": (*LOW, "fp8"), "training, 8-bit optimizer": (*LOW, "adamw8bit"),
-           "training, LOMO": (*LOW, "lomo"), "training, QFT": ("flash_attention", "qft")}  # fmt: skip
+TRAINED = {"training, bf16": LOW, "training, fp8": (*LOW, "fp8")}
 SERVED = {"serving, bf16": (), "serving, fp8": ("fp8",), "serving, int4": ("rtn:bits=4,group_size=128",),
           "serving, int4 cache": ("kv_quant:dtype=int4",)}  # fmt: skip
 FILTERS = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
@@ -40,9 +39,7 @@ def experiments(text: Path) -> dict[str, tuple[Experiment, dict[str, Any]]]:
     serve = Serve(prompt_len=8, output_len=8, dtype="bf16", max_model_len=1024)
     cluster, spec = catalog.cluster(ON), catalog.model(MODEL)
     for name, plan in SERVED.items():
-        e = Experiment(
-            model=spec, cluster=cluster, workload=serve, plan=Plan.parse([*default_plan("serve"), *plan])
-        )
+        e = Experiment(model=spec, cluster=cluster, workload=serve, plan=Plan.parse([*default_plan("serve"), *plan]))
         found[name] = e, {}
     found["serving, bf16, top-p"] = found["serving, bf16"][0], FILTERS
     return found
@@ -79,10 +76,16 @@ def main() -> None:
             for step, r in rows[name].items():
                 print(f"{name}, {step}: {r['launches']} launches + {r['replayed']} replayed, {r['waits']} waits",
                       flush=True)  # fmt: skip
-    if given.out is not None:
-        held = json.loads(given.out.read_text(encoding="utf-8")) if given.out.is_file() else {}
-        held[given.key] = {"model": MODEL, "on": ON, "environment": fingerprint(), "rows": rows}
-        given.out.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+            if given.out is not None:
+                _keep(given.out, given.key, rows)
+
+
+def _keep(out: Path, key: str, rows: dict[str, Any]) -> None:
+    """Add to what the file has under ``key``."""
+    held = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+    known = held.get(key, {}).get("rows", {})
+    held[key] = {"model": MODEL, "on": ON, "environment": fingerprint(), "rows": known | rows}
+    out.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 from tests.nn import attention_stand_ins as stand_ins
 from tests.serving import ask, engine, greedy, model, run
 
+from ridgeline.cli import engine_options
 from ridgeline.nn.kernels import attention_libraries as libraries
 from ridgeline.nn.kernels.backends import Backend, Case, Kernels
 from ridgeline.nn.memory.step_pages import make_pages
@@ -149,6 +150,19 @@ def test_an_engine_serves_through_it(monkeypatch, name):
     eng.runner.layout.whole = with_libraries(none, Kernels(dict.fromkeys(held, name)), case)
     got = run(eng, *[ask(str(i), p, 6) for i, p in enumerate(prompts)])[0]
     assert got == {(str(i), 0): greedy(made, p, 6) for i, p in enumerate(prompts)}
+
+
+def test_a_cpu_has_no_choice():
+    with pytest.raises(UserError, match="those of a GPU, and this runs on a CPU"):
+        engine(model(), kernels={"attention": "flashinfer"})
+
+
+def test_the_command_line_asks_for_operators_by_name():
+    assert engine_options._kernels(["attention.decode=torch", "norm=liger"]) == {
+        "attention.decode": "torch", "norm": "liger"}  # fmt: skip
+    for given in (["norm"], ["norm=liger", "norm=ridgeline"]):
+        with pytest.raises(UserError, match="is not OPERATOR=BACKEND, each once"):
+            engine_options._kernels(given)
 
 
 def test_what_stays_with_our_kernel():

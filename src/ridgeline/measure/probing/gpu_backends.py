@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,23 +70,22 @@ def backend_rows(device: torch.device, sizes: Sizes, report: Callable[[str], Non
     for operator in BACKENDS:
         report(f"back ends of {operator}")
         torch.manual_seed(0)
-        row: Row = {"operator": operator, "backend": OURS}
         try:
             trial = _TRIALS[operator.partition(".")[0]](device, sizes, operator.endswith("decode"))
             right = [t.detach().float() for t in trial.right()]
-            row |= _tried(device, trial.ours, right)
-        except torch.OutOfMemoryError as e:
-            yield row | {"failed": str(e).splitlines()[0]}
+        except (torch.OutOfMemoryError, ImportError) as e:
+            yield {"operator": operator, "backend": OURS, "failed": str(e).splitlines()[0]}
             continue
-        yield row
+        yield {"operator": operator, "backend": OURS, **_tried(device, partial(getattr, trial, "ours"), right)}
         for backend, case in _able(operator, trial):
-            row = {"operator": operator, "backend": backend.name, "version": backend.version}
-            try:
-                row |= _tried(device, trial.theirs(backend.load(), case), right)
-            except Exception as e:  # whatever a library that nobody has tried here may raise
-                row["failed"] = f"{type(e).__name__}: {e}".splitlines()[0][:300]
-            yield row
+            load = partial(_loaded, trial, backend, case)
+            row: Row = {"operator": operator, "backend": backend.name, "version": backend.version}
+            yield row | _tried(device, load, right)
         del trial, right
+
+
+def _loaded(trial: Trial, backend: Backend, case: Case) -> Callable[[], Result]:
+    return trial.theirs(backend.load(), case)
 
 
 def _able(operator: str, trial: Trial) -> list[tuple[Backend, Case]]:
@@ -97,14 +97,19 @@ def _able(operator: str, trial: Trial) -> list[tuple[Backend, Case]]:
     return list(found.values())
 
 
-def _tried(device: torch.device, call: Callable[[], Result], right: Result) -> Row:
-    found = [t.detach().float() for t in call()]
-    error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True))
-    if not error < WRONG:
-        return {"failed": f"its error is {error:.2g}", "error": error}
-    for _ in range(_WARM):
-        call()
-    return {"seconds": statistics.median(_once(device, call) for _ in range(_CALLS)), "error": error}
+def _tried(device: torch.device, load: Callable[[], Callable[[], Result]], right: Result) -> Row:
+    """Seconds of what ``load`` gives, and its error; or why there are none."""
+    try:
+        call = load()
+        found = [t.detach().float() for t in call()]
+        error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True))
+        if not error < WRONG:
+            return {"failed": f"its error is {error:.2g}", "error": error}
+        for _ in range(_WARM):
+            call()
+        return {"seconds": statistics.median(_once(device, call) for _ in range(_CALLS)), "error": error}
+    except Exception as e:  # whatever a kernel that nobody has tried here may raise
+        return {"failed": f"{type(e).__name__}: {e}".splitlines()[0][:300]}
 
 
 def _once(device: torch.device, call: Callable[[], Result]) -> float:

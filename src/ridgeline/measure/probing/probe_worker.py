@@ -71,7 +71,6 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     backends: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
         rows += operator_rows(device, lambda stage: report({"stage": stage}), options.quick)
-        backends += backend_rows(device, Sizes(), lambda stage: report({"stage": stage}))
     if ranks > 1:
         report({"stage": "collectives"})
         rates.update(_collectives(timer, device, ranks, SHARDED[:-1] if options.quick else SHARDED))
@@ -79,6 +78,8 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     if ranks == 1:
         report({"stage": "disk"})
         disk = folder_rate(cache_dir(), "disk of Ridgeline's cache").model_dump()
+    if device.type == "cuda" and ranks == 1:  # last: a library may leave the device in a state without return
+        backends += backend_rows(device, Sizes(), lambda stage: report({"stage": stage}))
     return {
         "rates": rates,
         "rows": rows,
