@@ -7,7 +7,7 @@ from tests.nn.interpreter import DEVICE
 from ridgeline.measure.probing import gpu_backends
 from ridgeline.measure.probing.gpu_backends import SMALL, backend_rows
 from ridgeline.measure.probing.probe import backend_seconds
-from ridgeline.nn.kernels import functions
+from ridgeline.nn.kernels import functions, native
 from ridgeline.nn.kernels.backends import Backend
 from ridgeline.nn.kernels.paged_attention import paged_attention
 from ridgeline.report.console import device_table
@@ -50,6 +50,8 @@ def rows(monkeypatch):
         return [Backend(name, "torch", "torch", lambda f=f: f, lambda case: "")
                 for name, f in THEIRS.get(operator, {}).items() if name != "torch" or case.block == 256]  # fmt: skip
 
+    if DEVICE == "cpu" and native.library() is None:
+        pytest.skip("there is no compiler for the CPU's kernels, which stand for ours")
     monkeypatch.setattr(gpu_backends, "able", able)
     monkeypatch.setattr(gpu_backends, "_CALLS", 2)
     return list(backend_rows(torch.device(DEVICE), SMALL, lambda stage: None))
