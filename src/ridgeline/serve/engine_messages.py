@@ -96,8 +96,7 @@ class Facts:
         port, fingerprint = (transfers.port, transfers.fingerprint) if transfers is not None else (0, "")
         return cls(engine.spec, engine.eos, engine.max_model_len, blocks.count, blocks.size, engine.limits,
                    engine.scheduler.order is not None, engine.adapters is not None, engine.stats(), engine.held(),
-                   engine.labels(),
-                   engine.role, port, fingerprint)  # fmt: skip
+                   engine.labels(), engine.role, port, fingerprint)  # fmt: skip
 
 
 def framed(kind: Kind, contents: bytes) -> bytes:
