@@ -42,6 +42,12 @@ def clients(session: nox.Session, client: str) -> None:
 def peers(session: nox.Session) -> None:
     """The tests that need packages which ``dev`` leaves out."""
     session.install(
-        "-c", "constraints.txt", ".[dev,deepspeed,ray,eval]", "bitsandbytes>=0.45", "kubernetes-validate>=1.34"
+        "-c",
+        "constraints.txt",
+        ".[dev,deepspeed,ray,eval]",
+        "bitsandbytes>=0.45",
+        "kubernetes-validate>=1.34",
+        "liger-kernel>=0.8",
+        "torchao>=0.17",
     )
     session.run("python", "tests/peers.py", *(session.posargs or ["--json", "benchmarks/results/peers.json"]))

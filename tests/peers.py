@@ -19,10 +19,12 @@ from xml.etree import ElementTree
 from ridgeline.measure.environment import fingerprint
 
 ROOT = Path(__file__).parent.parent
-PEERS = ("bitsandbytes", "deepspeed", "lm-eval", "ray", "accelerate", "peft", "kubernetes-validate")
+PEERS = ("bitsandbytes", "deepspeed", "lm-eval", "ray", "accelerate", "peft", "kubernetes-validate", "liger-kernel",
+         "torchao")  # fmt: skip
 FILES = [
-    "tests/nn/test_codec.py", "tests/nn/test_nf4.py", "tests/serve/test_lm_eval.py", "tests/measure/test_backends.py",
-    "tests/measure/test_compression.py", "tests/train/test_ray.py", "tests/fleet/test_manifests.py",
+    "tests/nn/test_codec.py", "tests/nn/test_nf4.py", "tests/nn/test_liger.py", "tests/nn/test_torchao.py",
+    "tests/serve/test_lm_eval.py", "tests/measure/test_backends.py", "tests/measure/test_compression.py",
+    "tests/train/test_ray.py", "tests/fleet/test_manifests.py",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import default_plan
+from ridgeline.techniques.registry import default_plan, registry, require_runnable, resolve
 
 LOW = ["mixed_precision", "flash_attention", "fused_layers"]
 
@@ -101,6 +101,36 @@ def test_sites_are_solved_on_the_device(traced):
     found = traced["compress"]["site"]
     assert not found.wrong
     assert found.launches > 20
+
+
+UNTRACED = {
+    "dynamic_batch_loading": "needs data of several domains",
+    "zero_inference": "copies on a stream of its own, which a fake GPU does not have",
+}
+
+
+@pytest.mark.nightly
+def test_every_technique_keeps_its_tensors_on_the_device(tmp_path):
+    """Training and serving with each technique that one GPU and this model can have."""
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    found = {}
+    for name, technique in registry().items():
+        for task in technique.card.tasks & {"pretrain", "finetune", "serve"} if name not in UNTRACED else ():
+            try:
+                if task == "serve":
+                    e = serving("llama-mini", *([] if name in default_plan("serve") else [name]))
+                else:
+                    e = training("llama-mini", [*(t for t in LOW if t != name), name], text)
+                    work = {**e.workload.model_dump(exclude_unset=True), "kind": task}
+                    e = make(e.model, "h100-sxm", work, e.plan.strings())
+                require_runnable(resolve(e)[0])
+            except UserError:
+                continue
+            found[name, task] = e
+    assert len(found) > 50
+    for (name, task), steps in zip(found, trace(list(found.values())), strict=True):
+        assert not [(name, task, step, s.wrong) for step, s in steps.items() if s.wrong]
 
 
 def test_what_cannot_be_traced_is_said():

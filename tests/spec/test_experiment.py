@@ -71,6 +71,7 @@ CHANGES = [
         {"min_lr_ratio": 0.2}, {"warmup_steps": 3}, {"weight_decay": 0.0}, {"beta1": 0.8}, {"beta2": 0.99},
         {"grad_clip": 0.0}, {"optimizer": "sgd"}, {"seed": 1}, {"data": "x"}, {"checkpoint": "x"}, {"tokenizer": "x"},
         {"dtype": "bf16"}, {"document_mask": True}, {"eval_batches": 2},
+        {"kernels": {"norm": "liger"}},
     )),
 ]  # fmt: skip
 

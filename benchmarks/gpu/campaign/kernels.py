@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,8 @@ class Calls(NamedTuple):
     ours: list[Callable[[], Tensor]]
     plain: list[Callable[[], Tensor]]
     right: Callable[[], Tensor]
+    others: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
+    """Kernels of other libraries that compute the same here."""
 
 
 def cells(setting: Setting) -> list[Cell]:
@@ -111,7 +115,15 @@ def measured(setting: Setting, op: Op, make: Callable[[], Calls]) -> Figures:
     with torch.no_grad():
         wrong = error(calls.ours[0](), calls.right())
     ours, plain = timed(device, calls.ours), timed(device, calls.plain)
-    return rates(setting, op, ours) | {"plain_seconds": plain, "speedup": plain / ours, "error": wrong}
+    found = rates(setting, op, ours) | {"plain_seconds": plain, "speedup": plain / ours, "error": wrong}
+    for name, call in calls.others.items():
+        try:
+            with torch.no_grad():
+                found[f"{name}_error"] = error(call(), calls.right())
+            found[f"{name}_seconds"] = timed(device, [call])
+        except Exception as e:  # whatever a library that nobody has tried here may raise
+            found[f"{name}_failed"] = f"{type(e).__name__}: {e}".splitlines()[0][:300]
+    return found
 
 
 def _copies(size: float) -> int:
@@ -164,7 +176,18 @@ def _rotary(setting: Setting, rows: int, n: int, dtype: torch.dtype) -> Calls:
             return functions.rotate_(x.clone(), cosine, sine, n // d, d)
         return functions.rotate_(scratch, cosine, sine, n // d, d)
 
-    return Calls([ours], [lambda: plain(x)], lambda: right)
+    def liger(function: Any) -> Tensor:  # of queries and keys apart, which it first copies
+        q, k = x.view(rows, -1, d).transpose(0, 1)[None].chunk(2, 1)
+        tables = (cosine[None, :, 0], torch.cat([angle.sin()] * 2, 1)[None].to(dtype))
+        turned = torch.cat(function.apply(q, k, *tables), 1)
+        return turned[0].transpose(0, 1).reshape(rows, n)
+
+    others = {}
+    if importlib.util.find_spec("liger_kernel") is not None and setting.kind == "cuda":
+        from liger_kernel.ops import LigerRopeFunction
+
+        others["liger"] = partial(liger, LigerRopeFunction)
+    return Calls([ours], [lambda: plain(x)], lambda: right, others)
 
 
 def _entropy(setting: Setting, rows: int, vocabulary: int, dtype: torch.dtype) -> Calls:
@@ -212,8 +235,23 @@ def _codes(setting: Setting, rows: int, out: int, width: int, bits: int, dtype: 
     x = _randn(setting, rows, width, dtype=dtype)
     dense = record.dense().to(device)
     weights = [dense.to(dtype) for _ in range(_copies(out * width * dtype.itemsize))]
+    others = {}
+    if bits == 4 and setting.kind == "cuda" and dtype == torch.bfloat16:
+        others["torch"] = partial(torch._weight_int4pack_mm, x, *tinygemm(drawn.to(device), record.scale.to(device)))
     return Calls([partial(layer, x) for layer in layers], [partial(F.linear, x, w) for w in weights],
-                 lambda: F.linear(x.float(), dense))  # fmt: skip
+                 lambda: F.linear(x.float(), dense), others)  # fmt: skip
+
+
+def tinygemm(codes: Tensor, scale: Tensor) -> tuple[Tensor, int, Tensor]:
+    """What PyTorch's kernel for 4-bit weights reads, which torchao calls too: the codes [out, in] in its tiles, the
+    inputs of a group, and scales [out, groups] with offsets [groups, out, 2]. It counts codes from 8, as ours do.
+
+    Not a back end of the engines: products with many rows would need the codes in another form beside this one.
+    """
+    bytes_ = codes[:, ::2] << 4 | codes[:, 1::2]
+    table = torch.stack((scale.bfloat16(), torch.zeros_like(scale, dtype=torch.bfloat16)), -1)
+    packed = torch.ops.aten._convert_weight_to_int4pack(bytes_.contiguous(), 8)
+    return packed, codes.shape[1] // scale.shape[1], table.transpose(0, 1).contiguous()
 
 
 def _ternary(out: int, width: int) -> Calls:

@@ -1,7 +1,9 @@
-"""The device itself: products by dtype, memory, attention and copies, beside what its data sheet says of them."""
+"""The device itself: products by dtype, memory, attention, copies and collectives, beside what its data sheet says of
+them; and `ridgeline probe` as a whole, with the back ends of operators that it compares."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -10,16 +12,25 @@ import torch.nn.functional as F
 
 from campaign.cells import Cell, Figures, Setting
 from ridgeline.graph.graph import Op
+from ridgeline.jobs.job import LaunchJob, ProbeOptions, SweepOptions
+from ridgeline.jobs.launch import run_job
 from ridgeline.measure.probing.gpu_operators import timed
+from ridgeline.measure.probing.probe import device_of
 from ridgeline.nn.quant.codec import E4M3
 from ridgeline.predict.operators.kernel import op_time, roof_seconds
+from ridgeline.spec.backends import order
+from ridgeline.spec.device import Cluster
+from ridgeline.study.operators import Operator, operator_metrics
 
+COLLECTIVES: tuple[Operator, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+PROBE = 400.0
+"""Seconds that `ridgeline probe` may take."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32,
           "int8": torch.int8, "fp8": E4M3}  # fmt: skip
 
 
 def cells(setting: Setting) -> list[Cell]:
-    """Products, copies on the device and over the host's link, attention of a prompt."""
+    """Products, copies on the device and over the host's link, attention of a prompt, collectives, the probe."""
     n, big = (256, 1 << 22) if setting.small else (8192, 1 << 30)
     known = setting.device
     kinds = ("fp32",) if setting.small else [k for k in DTYPES if k in known.peak_flops]
@@ -42,7 +53,51 @@ def cells(setting: Setting) -> list[Cell]:
                    shape=(b, heads, heads, length, length, d), causal=True)  # fmt: skip
     label = f"attention of {b} prompts of {length}, {heads} heads of {d}"
     found.append(Cell(label, partial(attended, setting, attention), partial(said, setting, attention)))
+    found += _collectives(setting)
+    found.append(Cell("ridgeline probe", partial(probed, setting), limit=PROBE))
     return found
+
+
+def _collectives(setting: Setting) -> list[Cell]:
+    """Among all GPUs of the machine, if there are several; on a CPU among two processes."""
+    ranks = torch.cuda.device_count() if setting.kind == "cuda" else 2
+    sizes = (1 << 12, 1 << 20) if setting.small else (1 << 16, 1 << 22, 1 << 28)
+    return [] if ranks < 2 else [
+        Cell(f"collectives of {size >> 10} KiB over {ranks} ranks", partial(gathered, ranks, size),
+             partial(gathered_said, setting, ranks, size))
+        for size in sizes
+    ]  # fmt: skip
+
+
+def gathered_said(setting: Setting, ranks: int, size: int) -> Figures:
+    """Seconds of each collective of a buffer of ``size`` bytes."""
+    device = setting.device
+    cluster = Cluster(device=device.shared_by(ranks), devices_per_node=ranks)
+    axes = {"bytes": size, "ranks": ranks}
+    return {f"{name}_s": operator_metrics(name, axes, cluster)["operator_s"] for name in COLLECTIVES}
+
+
+def gathered(ranks: int, size: int) -> Figures:
+    """The same, measured by the ranks of one job."""
+    found = run_job(LaunchJob("sweep", None, SweepOptions(sizes=[size]), ranks=ranks), None, timeout=110)
+    return {f"{name}_s": points[0][1] for name, points in found["seconds"].items()}
+
+
+def probed(setting: Setting) -> Figures:
+    """What `ridgeline probe --quick` runs, without keeping the profile: its time, what it found, and the back ends of
+    operators that it would take, with those that failed."""
+    options = ProbeOptions(quick=True, inference=not setting.small)
+    start = time.perf_counter()
+    found = run_job(LaunchJob("probe", None, options, ranks=1), None, timeout=PROBE - 10)
+    took = time.perf_counter() - start
+    device, rows = device_of({1: found}), found["backends"]
+    return {
+        "probe_s": took, "flops_per_s": max(found["peak_flops"].values()), "bytes_per_s": found["memory_bandwidth"],
+        "back_ends_taken": [f"{operator}: {order(operator, held)[0]}" for operator, held in device.kernels.items()],
+        "back_ends": [f"{r['operator']}, {r['backend']}: {1e3 * r['seconds']:.3g} ms, error {r['error']:.2g}"
+                      for r in rows if "failed" not in r],
+        "back_ends_failed": [f"{r['operator']}, {r['backend']}: {r['failed']}" for r in rows if "failed" in r],
+    }  # fmt: skip
 
 
 def _width(kind: str) -> int:

@@ -152,6 +152,8 @@ def _number(value: Any) -> TypeGuard[float]:
 
 
 def _text(metric: str, value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
     if not _number(value):
         return "" if value is None else str(value)
     if metric.endswith(("_s", "seconds")) and not metric.endswith("per_s"):

@@ -100,7 +100,8 @@ def decode(setting: Setting, given: partial[Experiment], graphs: bool) -> Figure
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in engine.model.state_dict().values()}
     table = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size * next(engine.model.parameters()).itemsize
     slots = engine.blocks.count * engine.runner.block_size
-    cached = sum(t.nbytes for t in engine.runner.pool()) / slots * (w.prompt_len + w.output_len / 2) * batch
+    pool = sum(t.nbytes for layer in engine.runner.pool() for t in layer)
+    cached = pool / slots * (w.prompt_len + w.output_len / 2) * batch
     weights = sum(held.values()) - table
     ordered = sorted(taken)
     found: Figures = {

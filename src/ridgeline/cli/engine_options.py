@@ -33,6 +33,13 @@ DType = Annotated[
         " in bf16 where the CPU multiplies it)."
     ),
 ]
+Kernels = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Back end of an operator on a GPU: attention=flashinfer, attention.decode=torch, … (the fastest that"
+        " `ridgeline probe` measured); repeatable."
+    ),
+]
 HostMemory = Annotated[str | None, typer.Option(help="Host memory that layers may rest in: 32GiB, …")]
 SecretFile = Annotated[
     Path | None,
@@ -52,7 +59,7 @@ _DTYPES = ("auto", "fp32", "bf16", "fp16")
 def make_engine(
     checkpoint: Path, with_: list[str] | None, length: int | None, seqs: int | None, tokens: int | None,
     pool: str | None, dtype: str, more: tuple[str, ...] = (),
-    memory: tuple[str | None, str | None, Path | None] = (None, None, None),
+    memory: tuple[str | None, str | None, Path | None] = (None, None, None), kernels: list[str] | None = None,
 ) -> Engine:  # fmt: skip
     """The engine of the default plan and ``more``, where ``--with`` does not give their options itself; -NAME leaves a
     technique of these out.
@@ -79,10 +86,22 @@ def make_engine(
     named = {*off, *(Call.parse(item).name for item in wanted)}
     plan = [*(name for name in default if name not in named), *wanted]
     options: dict[str, Any] = {"max_model_len": length, "max_num_seqs": seqs, "max_num_batched_tokens": tokens,
-               "kv_cache_bytes": number_of_bytes("--kv-cache", pool), "dtype": dtype}  # fmt: skip
+               "kv_cache_bytes": number_of_bytes("--kv-cache", pool), "dtype": dtype,
+               "kernels": _kernels(kernels or [])}  # fmt: skip
     if any(memory):
         return _placed(checkpoint, plan, memory, options)
     return load_engine(checkpoint, plan, **options)
+
+
+def _kernels(given: list[str]) -> dict[str, str]:
+    """What ``--kernels`` asks for."""
+    from ridgeline.spec.backends import checked
+    from ridgeline.spec.errors import UserError
+
+    asked = dict(item.split("=", 1) for item in given if "=" in item)
+    if len(asked) < len(given):
+        raise UserError(f"--kernels {' '.join(given)} is not OPERATOR=BACKEND, each once", "write attention=flashinfer")
+    return checked(asked)
 
 
 @dataclass(frozen=True)
@@ -101,13 +120,15 @@ class EngineOptions:
     scheduling_policy: str
     ahead: bool | None
     """Asynchronous scheduling; None: as is best."""
+    kernels: list[str] | None
 
 
 def build(o: EngineOptions) -> Engine:
     """The engine that is asked for; here, or in a process of its own. Raises :class:`UserError`."""
     from ridgeline.serve.scheduler import share
 
-    made = make_engine(o.checkpoint, o.plan, o.length, o.seqs, o.tokens, o.pool, o.dtype, o.more, o.memory)
+    made = make_engine(o.checkpoint, o.plan, o.length, o.seqs, o.tokens, o.pool, o.dtype, o.more, o.memory,
+                       o.kernels)  # fmt: skip
     share(made.scheduler, o.scheduling_policy)
     if o.ahead is not None:
         go_ahead(made, o.ahead)

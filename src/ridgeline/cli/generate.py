@@ -17,6 +17,7 @@ from ridgeline.cli.engine_options import (
     DiskFolder,
     DType,
     HostMemory,
+    Kernels,
     Length,
     Pool,
     Seqs,
@@ -60,6 +61,7 @@ def generate(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     disk: DiskFolder = None,
+    kernels: Kernels = None,
 ) -> None:
     """Generate for one prompt or a file of prompts. Ctrl-C keeps finished outputs, and the same command resumes."""
     from ridgeline.data.examples import find_template
@@ -90,7 +92,7 @@ def generate(
         given = {"--with": with_, "--stop": stop, "--n": n > 1, "--top-k": top_k, "--top-p": top_p != 1,
                  "--max-model-len": max_model_len, "--max-num-seqs": max_num_seqs, "--kv-cache": kv_cache,
                  "--max-num-batched-tokens": max_num_batched_tokens, "--device-memory": device_memory,
-                 "--host-memory": host_memory, "--disk": disk}  # fmt: skip
+                 "--host-memory": host_memory, "--disk": disk, "--kernels": kernels}  # fmt: skip
         if engines := ", ".join(name for name, value in given.items() if value):
             raise UserError(f"an encoder-decoder generates without the engine, which has {engines}", "leave it out")
         if dtype != "auto" and dtype not in DTYPES:
@@ -105,7 +107,7 @@ def generate(
                 _write(found, out, len(prompts), len(prompts) - len(left))
         return
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype,
-                         memory=(device_memory, host_memory, disk))  # fmt: skip
+                         memory=(device_memory, host_memory, disk), kernels=kernels)  # fmt: skip
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
 
     def sampling(own: int | None) -> Sampling:

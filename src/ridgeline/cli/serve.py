@@ -23,6 +23,7 @@ from ridgeline.cli.engine_options import (
     DType,
     EngineOptions,
     HostMemory,
+    Kernels,
     Length,
     Pool,
     SecretFile,
@@ -86,6 +87,7 @@ def serve(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     disk: DiskFolder = None,
+    kernels: Kernels = None,
     max_num_queued_reqs: own.MaxNumQueuedReqs = 512,
     max_num_queued_tokens: own.MaxNumQueuedTokens = 1 << 20,
     first_token_timeout: own.FirstTokenTimeout = 300.0,
@@ -120,7 +122,8 @@ def serve(
     if role is not None:
         more = (*more, *(f"{name}:role={role}" for name in bringing("phase_pools")))
     asked = EngineOptions(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype, more,
-                          (device_memory, host_memory, disk), scheduling_policy, async_scheduling)  # fmt: skip
+                          (device_memory, host_memory, disk), scheduling_policy, async_scheduling,
+                          kernels)  # fmt: skip
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, ttft_slo, stall_timeout)
     text = _Text(checkpoint, limits, served_model_name, tokenizer, chat_template, options, adapters)
     http = _Http(host, port, prefix, allowed_origins or (), keys, admin_keys, body or 0, max_connections, drain_timeout,

@@ -71,10 +71,6 @@ def dissect_serving(e: Experiment, options: DissectOptions, here: RankContext) -
         result.notes.append(
             "computed operator by operator; the server computes the layers of a decode step in one kernel"
         )
-    if engine.runner.layout.whole is not None:
-        result.notes.append(
-            "attention by our own Triton kernel over the pages: a reference kernel, not yet tuned on a GPU"
-        )
     same = (bare.phases, bare.sequences) == (again.phases, again.sequences)
     result.checks.append(Check(name="profiled steps hold the batches of the bare ones", passed=same))
     if len(chosen) < len(bare.seconds):

@@ -16,6 +16,7 @@ from ridgeline.report import table as render
 from ridgeline.report import units
 from ridgeline.report.table import Column, Table
 from ridgeline.report.tables import to_rich
+from ridgeline.spec.backends import order
 
 if TYPE_CHECKING:
     from ridgeline.experiments import AblationSpec
@@ -368,7 +369,7 @@ def print_devices(devices: Sequence[Device], detail: bool) -> None:
 
 def device_table(d: Device) -> None:
     """One device with its measured rates."""
-    cells = [[k, str(v)] for k, v in d.model_dump(exclude={"rates", "ranks"}, exclude_none=True).items()]
+    cells = [[k, str(v)] for k, v in d.model_dump(exclude={"rates", "ranks", "kernels"}, exclude_none=True).items()]
     tables = [Table(d.name, [Column("field", align="left"), Column("value", align="left")], cells)]
     if d.rates:
         rows = []
@@ -377,6 +378,14 @@ def device_table(d: Device) -> None:
             rows.append([key, *_rate(r), *(_rate(shared) if shared else ["–", "–", "–"])])
         names = ("latency", "GFLOP/s", "GB/s", "shared: latency", "GFLOP/s", "GB/s")
         tables.append(Table("measured rates", [Column("operator", align="left"), *(Column(n) for n in names)], rows))
+    if d.kernels:
+        rows = [
+            [operator, backend, units.seconds(seconds), "taken" if backend == order(operator, held)[0] else ""]
+            for operator, held in d.kernels.items()
+            for backend, seconds in held.items()
+        ]
+        left = [Column(n, align="left") for n in ("operator", "back end")]
+        tables.append(Table("measured back ends", [*left, Column("time"), Column("", align="left")], rows))
     print_tables(*tables)
 
 

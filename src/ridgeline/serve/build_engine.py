@@ -70,6 +70,8 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     if e.model.causal:
         blocks, longest = run.pool(e.model, w, each, _free(run), "gpu" if run.device.type == "cuda" else "cpu")
     runner = _runner(run, blocks)
+    run.kernels.require_used()
+    run.note_products()
     table = Blocks(blocks, run.block_size, run.share_prefixes)
     drafter = None if run.drafts is None else _drafting(run, run.drafts, longest, runner, table)
     if run.block_store is not None:  # of all that is in a block, a draft head's too
@@ -144,7 +146,8 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     if run.mesh is None:
         graphs = run.captured and run.device.type == "cuda" and blocks > 0
         slots = (blocks + graphs) * run.block_size  # a block for padding rows of captured steps
-        runner = Runner(run.model, slots, run.block_size, longest, run.cache_kind, padded=padded)
+        runner = Runner(run.model, slots, run.block_size, longest, run.cache_kind, padded=padded,
+                        kernels=run.kernels)  # fmt: skip
         if run.memory is not None:
             runner.compute = run.memory(runner.compute, runner.layout, run.device)
         elif not run.adapters:
@@ -155,7 +158,7 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     counts = [blocks]
     dist.broadcast_object_list(counts)
     ranked = RankedRunner(run.mesh, run.model, counts[0] * run.block_size, run.block_size, longest, run.cache_kind,
-                          kv_heads=run.kv_heads, padded=padded)  # fmt: skip
+                          kv_heads=run.kv_heads, padded=padded, kernels=run.kernels)  # fmt: skip
     ranked.followers = run.followers
     ranked.decoder = find_decoder(run.model)
     return ranked

@@ -330,6 +330,10 @@ class Engine:
             "kv_cache": float(sum(c.nbytes for c in self.runner.paged())),
         }
 
+    def labels(self) -> list[str]:
+        """What its results on a GPU are labeled with: who computes what."""
+        return self.runner.kernels.notes()
+
     def check(self) -> None:
         """Assert what must hold between two steps."""
         alive = [s for g in self.groups.values() for s in g.sequences]

@@ -81,6 +81,8 @@ class Facts:
     stats: Stats
     held: dict[str, float]
     """Bytes of weights and of the pool."""
+    labels: list[str]
+    """Of its results."""
     role: str
     transfer_port: int
     """On which other servers fetch caches; 0: on none."""
@@ -94,7 +96,7 @@ class Facts:
         port, fingerprint = (transfers.port, transfers.fingerprint) if transfers is not None else (0, "")
         return cls(engine.spec, engine.eos, engine.max_model_len, blocks.count, blocks.size, engine.limits,
                    engine.scheduler.order is not None, engine.adapters is not None, engine.stats(), engine.held(),
-                   engine.role, port, fingerprint)  # fmt: skip
+                   engine.labels(), engine.role, port, fingerprint)  # fmt: skip
 
 
 def framed(kind: Kind, contents: bytes) -> bytes:

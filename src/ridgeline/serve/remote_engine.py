@@ -139,6 +139,7 @@ class RemoteEngine:
         self.blocks, self.limits = Pool(facts.blocks, facts.block_size), facts.limits
         self.adapters = self._adapters if facts.adapters else None
         self._ordered, self._stats, self._held = facts.ordered, facts.stats, facts.held
+        self._labels = facts.labels
         self.role, self.transfer_port, self.fingerprint = facts.role, facts.transfer_port, facts.fingerprint
 
     def close(self, seconds: float = _CLOSE) -> bool:
@@ -299,6 +300,10 @@ class RemoteEngine:
     def held(self) -> dict[str, float]:
         """As :meth:`ridgeline.serve.engine.Engine.held`."""
         return self._held
+
+    def labels(self) -> list[str]:
+        """As :meth:`ridgeline.serve.engine.Engine.labels`."""
+        return self._labels
 
     @property
     def age(self) -> float:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ridgeline.nn.kernels import native
+from ridgeline.nn.kernels.backends import Case, Kernels
 from ridgeline.nn.kernels.dispatch import has_triton
 from ridgeline.nn.memory.block_store import Restoring
 from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
@@ -28,7 +30,7 @@ from ridgeline.nn.memory.kv_pool import (
 )
 from ridgeline.nn.memory.pass_memory import Forward
 from ridgeline.nn.memory.step_pages import Pages, Work, launches, upload
-from ridgeline.nn.model.attention import LayerCache, Mask, temperature
+from ridgeline.nn.model.attention import LayerCache, Mask, ScoreChanges, temperature
 from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.serve.block_manager import Copy, runs
@@ -48,12 +50,31 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
 
 
 def find_step_kernel(device: torch.device, width: int) -> StepKernel | None:
-    """Attention of all new tokens of a step, where there is a kernel for it and for heads of this ``width``."""
+    """Our attention of all new tokens of a step, where there is a kernel for it and for heads of this ``width``."""
     if device.type == "cuda" and width <= WIDEST_HEAD and has_triton():
         from ridgeline.nn.kernels.paged_attention import paged_attention
 
         return paged_attention
     return None
+
+
+def with_libraries(ours: StepKernel, kernels: Kernels, case: Case) -> StepKernel:
+    """Attention of a step by the back ends that ``kernels`` takes, and by ``ours`` where they do not compute a layer:
+    one that changes scores or attends in chunks, and of steps whose tables are of single slots."""
+    from ridgeline.nn.kernels.attention_libraries import takes
+
+    decode, prefill = (kernels.find(f"attention.{kind}", case) for kind in ("decode", "prefill"))
+    if decode is None and prefill is None:
+        return ours
+
+    def attend(q: Tensor, keys: Any, values: Any, pages: Pages, window: int, changes: ScoreChanges | None) -> Tensor:
+        theirs = decode if pages.decodes else prefill
+        if theirs is None or pages.block != case.block or not takes(keys, window, changes):
+            return ours(q, keys, values, pages, window, changes)
+        out: Tensor = theirs(q, keys, values, pages, window)
+        return out
+
+    return attend
 
 
 @dataclass
@@ -110,10 +131,11 @@ class Runner:
 
     def __init__(
         self, model: Transformer, slots: int, block_size: int, max_model_len: int, kind: str = "",
-        kv_heads: int | None = None, padded: bool = False,
+        kv_heads: int | None = None, padded: bool = False, kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
         """``kind``: fp8, int8 or int4 for a pool of codes; ``kv_heads``: those that this rank holds, if not all.
-        ``padded``: every sequence of a step takes as many rows as the longest, and all are computed."""
+        ``padded``: every sequence of a step takes as many rows as the longest, and all are computed. ``kernels``:
+        chooses who computes attention."""
         spec, weight = model.spec, next(model.parameters())
         self.model, self.block_size, self.device = model, block_size, weight.device
         self.padded = padded
@@ -136,6 +158,7 @@ class Runner:
         }
         self.keeps = slots > 0
         self.kind = kind
+        self.kernels = kernels or Kernels()
         if self.keeps:
             self.layout.kernel = find_kernel(self.device, weight.dtype)
             self.layout.whole = None if spec.is_latent else find_step_kernel(self.device, spec.cached_dim)
@@ -143,6 +166,8 @@ class Runner:
                 from ridgeline.nn.kernels.paged_store import store_tokens
 
                 self.layout.write = store_tokens
+                case = Case(self.device, weight.dtype, width=spec.cached_dim, block=block_size, coded=bool(kind))
+                self.layout.whole = with_libraries(self.layout.whole, self.kernels, case)
         self.beside: list[PagedCache] = []
         """What else is kept of a token in the slots of the pool's blocks."""
         self.after_pass: Callable[[PackedStep, Tensor], None] | None = None
@@ -217,7 +242,7 @@ class Runner:
         layout, size, spec = self.layout, self.block_size, self.model.spec
         numbers: list[np.ndarray | list[int]] = [step.ids, step.at, step.kinds, step.slots]
         numbers += [[a for a, _ in step.copies], [b for _, b in step.copies]]
-        divided = []
+        divided, counts, lengths = [], list[int](), np.empty(0, dtype=np.int32)
         if layout.whole is not None and step.pieces:
             counts = [p.stop - p.start for p in step.pieces]
             divided = launches(counts, spec.num_heads // spec.num_kv_heads, spec.cached_dim, self.kind)
@@ -230,7 +255,7 @@ class Runner:
         pages = None
         if rest:
             work = tuple(Work(i, d.rows, d.used, d.split) for i, d in zip(rest[3:], divided, strict=True))
-            pages = Pages(rest[0], rest[1], rest[2], size, work)
+            pages = Pages(rest[0], rest[1], rest[2], size, work, counts, lengths.tolist())
         alone = singles(step.pieces, self.block_size, self.device) if layout.kernel is not None else None
         return Arranged(ids, at, kinds, slots, source, target, pages, alone)
 

@@ -183,7 +183,7 @@ class StepGraphs:
         items = torch.tensor(launch.items, dtype=torch.int32).to(runner.device)
         starts = torch.arange(batch + 1, dtype=torch.int32).to(runner.device)
         work = Work(items, launch.rows, launch.used, launch.split)
-        pages = Pages(table, lengths, starts, runner.block_size, (work,))
+        pages = Pages(table, lengths, starts, runner.block_size, (work,), [1] * batch)
 
         def run() -> Tensor:
             layout.slots = rows[2]

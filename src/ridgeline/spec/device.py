@@ -169,6 +169,9 @@ class Device(BaseModel):
     operator starts in cold ones."""
     kernel_latency: list[list[float]] = Field(default_factory=list)
     """The same where all layers of a decode step are one kernel, which saves what operators cost by themselves."""
+    kernels: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Seconds that `ridgeline probe` measured of the back ends of an operator (:mod:`ridgeline.spec.backends`), by
+    operator and back end: the fastest computes it."""
     per_core: float = 1.0
     """Processes per core, of a CPU that more of them share than it has cores (:meth:`shared_by`)."""
     training_only: bool = False

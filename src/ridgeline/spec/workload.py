@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
+
+from ridgeline.spec.backends import checked
 
 
 class _Workload(BaseModel):
@@ -19,6 +22,25 @@ class _Workload(BaseModel):
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Storage dtype of the weights; auto: fp32 in training and on CPUs, else bf16."""
+    kernels: dict[str, str] = Field(default_factory=dict)
+    """Back ends that are to compute operators on a GPU, by operator (:data:`ridgeline.spec.backends.BACKENDS`); of the
+    others, the fastest that `ridgeline probe` measured."""
+
+    _newer: ClassVar[tuple[str, ...]] = ("kernels",)
+
+    @field_validator("kernels", mode="before")
+    @classmethod
+    def _known(cls, asked: Any) -> Any:
+        return checked(asked) if isinstance(asked, dict) else asked
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without its newer fields where they are empty: the identity of an experiment is what it was before."""
+        fields: dict[str, Any] = made(self)
+        for name in self._newer:
+            if not fields.get(name):
+                fields.pop(name, None)
+        return fields
 
 
 class Training(_Workload):
@@ -179,13 +201,7 @@ class Serve(_Workload):
     seed: int = 0
     checkpoint: str | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_prefix(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without a shared prefix, the identity of an experiment is what it was before there was one."""
-        fields: dict[str, Any] = made(self)
-        if not self.shared_prefix:
-            fields.pop("shared_prefix", None)
-        return fields
+    _newer: ClassVar[tuple[str, ...]] = ("kernels", "shared_prefix")
 
     @model_validator(mode="after")
     def _one_source(self) -> Serve:

@@ -158,6 +158,7 @@ class Trainer:
         if self.world > 1:
             run.mesh = Mesh.make(e, self.device.type, max((t.inner() for t in techniques), default=1))
         assemble(run, techniques, self._fill if lazy else None)
+        run.kernels.require_used()
         return run
 
     def _fill(self, run: TrainBuild) -> None:

@@ -77,6 +77,8 @@ def measured_generation(e: Experiment, options: CellOptions, here: RankContext) 
     )
     result.metrics |= _metrics(w, firsts, total, batch * ranks, ranks, meter.peak.total)
     result.metrics |= usage
+    run.note_products()
+    result.notes += run.kernels.notes()
     for name, read in run.metrics.items():
         result.metrics[name] = Metric(value=read(), better="higher", source="measured")
     held = batch * ranks * w.output_len

@@ -206,7 +206,8 @@ def _add(result: Result, engine: Engine | RemoteEngine, setup: float, memory: di
 
 
 def record_held(result: Result, engine: Engine | RemoteEngine) -> None:
-    """Add the memory of an engine's weights and of its key/value pool."""
+    """Add the memory of an engine's weights and of its key/value pool, and who computes its operators."""
+    result.notes += engine.labels()
     result.notes.append("memory: weights and key/value pool; temporaries are not metered while serving")
     result.memory = [Memory(category=k, bytes=v) for k, v in engine.held().items()]
     result.metrics["kv_cache_tokens"] = Metric(value=engine.blocks.count * engine.blocks.size, unit="tokens",

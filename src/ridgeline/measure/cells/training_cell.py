@@ -70,6 +70,8 @@ def timed(trainer: TrainingEngine, setup: float, report: Progress, repeat: int =
         samples=samples,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
+    if isinstance(trainer, Trainer):
+        result.notes += trainer.run.kernels.notes()
     result.metrics["setup_s"] = Metric(value=setup, unit="s", better="lower", source="measured")
     result.metrics["wall_s"] = Metric(value=wall, unit="s", better="lower", source="measured")
     result.checks.append(_steps_fill_wall(samples, wall))

@@ -30,7 +30,8 @@ def fake_trace_tables(steps: Mapping[str, StepTrace], launch_latency: float, pre
     ]
     notes = ["where launching takes longer than the predicted step, the GPU waits for the host",
              "an operator counts as one launch (a few make more), a CUDA graph too; + its kernels",
-             "behind: launches that the GPU has left while the host waits; 0: then it waits for the host"]  # fmt: skip
+             "behind: launches that the GPU has left while the host waits; 0: then it waits for the host",
+             *dict.fromkeys(label for step in steps.values() for label in step.labels)]  # fmt: skip
     tables = [Table("on a GPU that is not there", columns, rows, notes)]
     for name, step in steps.items():
         if step.wrong:
@@ -52,6 +53,7 @@ def fake_trace_json(steps: Mapping[str, StepTrace]) -> dict[str, Any]:
     """The same as plain data."""
     return {
         name: {"launches": s.launches, "replayed": s.replayed, "behind": s.behind, "waits": [vars(w) for w in s.waits],
-               "operators": s.operators, "places": s.places, "wrong": s.wrong, "sequences": s.sequences}
+               "operators": s.operators, "places": s.places, "wrong": s.wrong, "sequences": s.sequences,
+               "labels": [*s.labels]}
         for name, s in steps.items()
     }  # fmt: skip

@@ -40,6 +40,8 @@ class StepTrace:
     """Kernels of CUDA graphs that the step replays, each by one launch."""
     behind: int = 0
     """Launches that the device has left to do, at least, while the host waits."""
+    labels: Sequence[str] = ()
+    """Who computes what."""
 
     @property
     def waited(self) -> int:
@@ -85,6 +87,7 @@ def _steps(found: dict[str, Any]) -> dict[str, StepTrace]:
         name: StepTrace(
             s["launches"], s["operators"], s["places"], [Wait(**w) for w in s["waits"]],
             list(dict.fromkeys([*s["wrong"], *s.get("failed", [])])), s.get("sequences", 0), s["replayed"], s["behind"],
+            s.get("labels", []),
         )
         for name, s in found["steps"].items()
     }  # fmt: skip

@@ -73,7 +73,7 @@ def _training(e: Any, device: Any) -> dict[str, dict[str, Any]]:
     trainer.step()  # which makes the optimizer's states
     TRACER.reset()
     trainer.step()
-    return {"step": TRACER.summary()}
+    return {"step": TRACER.summary() | {"labels": trainer.run.kernels.notes()}}
 
 
 def _compressing(e: Any, device: Any) -> dict[str, dict[str, Any]]:
@@ -122,7 +122,7 @@ def _serving(e: Any, device: Any, settings: dict[str, Any]) -> dict[str, dict[st
     failed += _stepped(engine)  # tables and the like are there now
     TRACER.reset()
     failed += _stepped(engine)
-    found["decode"] = TRACER.summary() | {"sequences": sequences, "failed": failed}
+    found["decode"] = TRACER.summary() | {"sequences": sequences, "failed": failed, "labels": engine.labels()}
     return found
 
 

@@ -249,8 +249,18 @@ def gpu_device(one: dict[str, Any]) -> Device:
         device = known.model_copy(
             update={"name": "local", "title": what, "source": f"{source}; datasheet of {known.name}"}
         )
-    device = device.model_copy(update={"disk": Link(**one["disk"])})
+    kernels = backend_seconds(one.get("backends", []))
+    device = device.model_copy(update={"disk": Link(**one["disk"]), "kernels": kernels})
     return calibrate(as_samples(one["rows"]), device).on(device)
+
+
+def backend_seconds(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Seconds by operator and back end, of those whose results are right."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if "failed" not in row:
+            found.setdefault(row["operator"], {})[row["backend"]] = row["seconds"]
+    return found
 
 
 def datasheet(title: str, memory: float) -> Device | None:

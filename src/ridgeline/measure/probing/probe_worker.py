@@ -24,6 +24,7 @@ from ridgeline.jobs.job import ProbeOptions, Progress, RankContext
 from ridgeline.measure.environment import spare_core
 from ridgeline.measure.probing.cache_size import cache_bytes
 from ridgeline.measure.probing.disk import folder_rate
+from ridgeline.measure.probing.gpu_backends import Sizes, backend_rows
 from ridgeline.measure.probing.gpu_operators import operator_rows
 from ridgeline.measure.probing.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
 from ridgeline.measure.probing.probe_serving import serving_costs
@@ -67,6 +68,7 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     reference = _reference_step(timer, device, 8 if options.quick else 12)
     decoding = _reference_decode(device) if inference and ranks == 1 else 0.0
     rows: list[dict[str, Any]] = []
+    backends: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
         rows += operator_rows(device, lambda stage: report({"stage": stage}), options.quick)
     if ranks > 1:
@@ -76,9 +78,12 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     if ranks == 1:
         report({"stage": "disk"})
         disk = folder_rate(cache_dir(), "disk of Ridgeline's cache").model_dump()
+    if device.type == "cuda" and ranks == 1:  # last: a library may leave the device in a state without return
+        backends += backend_rows(device, Sizes(), lambda stage: report({"stage": stage}))
     return {
         "rates": rates,
         "rows": rows,
+        "backends": backends,
         "disk": disk,
         "cache_bytes": cache_bytes() if device.type == "cpu" and ranks == 1 else 0,
         "peak_flops": peaks,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ridgeline.nn.kernels.backends import GatedKernel
 from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
 from ridgeline.nn.model.loss import IGNORE
@@ -174,28 +175,37 @@ def _product_gradients(
 
 
 class _GatedLinear(torch.autograd.Function):
-    """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is the combined [Wg; Wu].
+    """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is the combined [Wg; Wu];
+    ``kernel`` computes the activation, None: ours.
 
     Saves x and the product; its backward pass overwrites the product with its gradient, so it can run only once.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, *parts: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, kernel: GatedKernel | None,
+                *parts: Tensor | None) -> Tensor:  # fmt: skip
         both = F.linear(x, merged, bias)
-        y = x.new_empty(x.shape[0], both.shape[1] // 2)
-        call("rl_activation", x.dtype == torch.float64, both, TYPES[both.dtype], None, TYPES[both.dtype], y,
-             y.shape[0], y.shape[1], 0)  # fmt: skip
+        if kernel is not None:
+            y = kernel.forward(both)
+        else:
+            y = x.new_empty(x.shape[0], both.shape[1] // 2)
+            call("rl_activation", x.dtype == torch.float64, both, TYPES[both.dtype], None, TYPES[both.dtype], y,
+                 y.shape[0], y.shape[1], 0)  # fmt: skip
         ctx.save_for_backward(_if_trained(x, parts), merged, both, *parts)
+        ctx.kernel = kernel
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, merged, both, *parts = ctx.saved_tensors
-        _activation_backward(dy.contiguous(), both, None, both, None, 0)
+        if ctx.kernel is not None:
+            ctx.kernel.backward(both, dy.contiguous())
+        else:
+            _activation_backward(dy.contiguous(), both, None, both, None, 0)
         both[:0].zero_()  # tells autograd that it was written to, so that a second backward is refused
         dx, dw, db = _product_gradients(both, x, merged, parts[:2], parts[2:])
-        return dx, None, None, *dw, *db
+        return dx, None, None, None, *dw, *db
 
 
 class _QKV(torch.autograd.Function):
@@ -411,9 +421,10 @@ def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return y
 
 
-def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Tensor | None]) -> Tensor:
+def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Tensor | None],
+                 kernel: GatedKernel | None = None) -> Tensor:  # fmt: skip
     """SwiGLU of x [rows, k] → [rows, f]. ``parts``: gate and up weights (of which ``merged`` is made), then biases."""
-    y: Tensor = _GatedLinear.apply(x, merged, bias, *parts)  # type: ignore[no-untyped-call]
+    y: Tensor = _GatedLinear.apply(x, merged, bias, kernel, *parts)  # type: ignore[no-untyped-call]
     return y
 
 

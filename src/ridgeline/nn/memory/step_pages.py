@@ -54,6 +54,20 @@ class Pages:
     block: int
     """Slots of a block."""
     work: tuple[Work, ...]
+    new: Sequence[int]
+    """New tokens of each, as the host knows them."""
+    held: Sequence[int] = ()
+    """``lengths``, as the host knows them; empty in a captured step, which has others when it is replayed."""
+
+    @property
+    def most(self) -> int:
+        """New tokens of the sequence that has most."""
+        return max(self.new)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each sequence has one new token."""
+        return set(self.new) == {1}
 
 
 def launches(counts: Sequence[int], repeat: int, width: int, kind: str) -> list[Launch]:
@@ -81,7 +95,7 @@ def make_pages(
         for d in launches(counts, repeat, width, kind)
     ]
     starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
-    return Pages(table, lengths, starts, block, tuple(work))
+    return Pages(table, lengths, starts, block, tuple(work), counts, lengths.tolist())
 
 
 def upload(device: torch.device, *arrays: np.ndarray | Sequence[int]) -> list[Tensor]:

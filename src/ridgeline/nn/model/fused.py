@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.kernels import functions
+from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import usable
 from ridgeline.nn.model.attention import Attention, Mask, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
@@ -26,13 +27,15 @@ from ridgeline.nn.model.transformer import LMHead, MLMHead, Transformer, Transfo
 # ---- residual additions and norms -----------------------------------------------------------------------------------
 
 
-def fuse_elementwise(model: Transformer) -> None:
-    """Fuse residual additions into the following norms, biases into activations, scale and mask into softmax."""
+def fuse_elementwise(model: Transformer, kernel: NormKernel | None = None) -> None:
+    """Fuse residual additions into the following norms, biases into activations, scale and mask into softmax.
+    ``kernel``: computes RMS norms; None: ours."""
+    both = (norm, add_norm) if kernel is None else (partial(norm, kernel=kernel), partial(add_norm, kernel=kernel))
     for module in model.modules():
         if isinstance(module, TransformerBlock):
-            module.add_norm = add_norm
+            module.add_norm = both[1]
         elif isinstance(module, (RMSNorm, nn.LayerNorm)):
-            module.forward = _Bound(norm, module)  # type: ignore[method-assign]
+            module.forward = _Bound(both[0], module)  # type: ignore[method-assign]
         elif isinstance(module, MLP) and module.expand is expand:
             module.expand = expand_biased
 
@@ -75,19 +78,26 @@ def _norm_of(module: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
     return module.weight, getattr(module, "bias", None), module.eps, isinstance(module, nn.LayerNorm)  # type: ignore[return-value]
 
 
-def norm(x: Tensor, module: nn.Module, columns: int = 0) -> Tensor:
-    """RMSNorm or LayerNorm of ``x`` in one kernel each way. ``columns``: see :func:`fold`."""
+def norm(x: Tensor, module: nn.Module, columns: int = 0, kernel: NormKernel | None = None) -> Tensor:
+    """RMSNorm or LayerNorm of ``x`` in one kernel each way. ``columns``: see :func:`fold`; ``kernel``: see
+    :func:`fuse_elementwise`."""
     if not _fits(x, module):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
+    if kernel is not None and isinstance(module, RMSNorm) and x.dtype == compute_dtype(x):
+        return kernel.norm(x, module.weight, module.eps)
     return functions.norm(x, *_norm_of(module), compute_dtype(x), columns)
 
 
-def add_norm(x: Tensor, update: Tensor, module: nn.Module, columns: int = 0) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, update: Tensor, module: nn.Module, columns: int = 0, kernel: NormKernel | None = None
+) -> tuple[Tensor, Tensor]:
     """:func:`~ridgeline.nn.model.transformer.add_then_norm` in one kernel each way."""
     hooked = module._forward_hooks or module._forward_pre_hooks
     plain = isinstance(module, (RMSNorm, nn.LayerNorm))
     if hooked or not plain or x.shape != update.shape or not usable(update) or not _fits(x, module):
         return add_then_norm(x, update, module)
+    if kernel is not None and isinstance(module, RMSNorm) and x.dtype == update.dtype == compute_dtype(x):
+        return kernel.add_norm(x, update, module.weight, module.eps)
     return functions.add_norm(x, update, *_norm_of(module), compute_dtype(x), columns)
 
 
@@ -117,8 +127,9 @@ def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, columns: 
 # ---- projections ----------------------------------------------------------------------------------------------------
 
 
-def merge_projections(model: Transformer) -> list[str]:
+def merge_projections(model: Transformer, kernel: GatedKernel | None = None) -> list[str]:
     """Store the weights of projections that read one input consecutively; returns the names of the merged groups.
+    ``kernel``: computes SwiGLU; None: ours.
 
     Parameters keep their names and shapes: they become views of one storage. If they later get separate storages (e.g.
     shards that are gathered separately), the layer runs them one by one again.
@@ -133,7 +144,7 @@ def merge_projections(model: Transformer) -> list[str]:
         elif isinstance(module, MLP) and module.gate_proj is not None and module.activation == "silu":
             pair: list[nn.Module] = [module.gate_proj, module.up_proj]
             if lay_together(pair):
-                module.expand = expand_merged
+                module.expand = expand_merged if kernel is None else partial(expand_merged, kernel=kernel)
                 merged.append(f"{name}.gate_up")
     return merged
 
@@ -186,7 +197,7 @@ def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[
     return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
 
 
-def expand_merged(mlp: MLP, x: Tensor) -> Tensor:
+def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None) -> Tensor:
     """:func:`~ridgeline.nn.model.mlp.expand` of a SwiGLU layer by one product."""
     assert mlp.gate_proj is not None
     parts: list[nn.Module] = [mlp.gate_proj, mlp.up_proj]
@@ -195,7 +206,8 @@ def expand_merged(mlp: MLP, x: Tensor) -> Tensor:
         return expand(mlp, x)
     merged, bias = found
     tensors = [*(p.weight for p in parts), *(p.bias for p in parts)]
-    y = functions.gated_linear(x.to(merged.dtype).flatten(0, -2), merged, bias, tensors)  # type: ignore[arg-type]
+    rows = x.to(merged.dtype).flatten(0, -2)
+    y = functions.gated_linear(rows, merged, bias, tensors, kernel)  # type: ignore[arg-type]
     return y.view(*x.shape[:-1], -1)
 
 
@@ -212,11 +224,13 @@ def fused_token_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[T
 
 
 def chunked_token_loss(
-    hidden: Tensor, head: nn.Module, labels: Tensor, rows: Callable[[int, int, int], int]
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, head: nn.Module, labels: Tensor, rows: Callable[[int, int, int], int],
+    kernel: LossKernel | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`~ridgeline.nn.model.loss.token_loss` with the head's last product inside the loss, chunk by chunk.
 
     ``rows`` gives the rows of a chunk from the rows of all, the vocabulary and the width of the hidden states.
+    ``kernel``: computes both, in chunks of its own; None: ours.
     """
     out = getattr(head, "out", None)
     if not _plain(out) or type(out.weight) is not nn.Parameter:  # type: ignore[union-attr]
@@ -229,6 +243,12 @@ def chunked_token_loss(
         return token_loss(hidden, head, labels)
     elif head.scaling != 1:
         x = x / head.scaling
+    if kernel is not None:
+        dtype = compute_dtype(x)
+        bias = None if out.bias is None else out.bias.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            loss = kernel(x.to(dtype), out.weight.to(dtype), bias, labels)
+        return loss, (labels != IGNORE).sum()
     size = rows(x.shape[0], out.out_features, out.in_features)
     loss = functions.linear_loss(x, out.weight, out.bias, labels, size, compute_dtype(x))
     return loss, (labels != IGNORE).sum()

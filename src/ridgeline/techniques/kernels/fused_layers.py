@@ -13,6 +13,7 @@ from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
+    from ridgeline.nn.kernels.backends import Case, GatedKernel, NormKernel
     from ridgeline.runtime.train_build import TrainBuild
 
 
@@ -63,9 +64,10 @@ class FusedLayers(Technique):
         from ridgeline.nn.model.attention import naive_attention
 
         if self.projections:
-            fused.merge_projections(run.model)
+            fused.merge_projections(run.model, _gated_kernel(run))
+            run.kernels.own("merged projections", run.device)
         if self.elementwise:
-            fused.fuse_elementwise(run.model)
+            fused.fuse_elementwise(run.model, _norm_kernel(run))
             backend = run.model.backend
             if backend.function is naive_attention:
                 run.model.set_attention(replace(backend, function=fused.fused_naive_attention))
@@ -73,7 +75,8 @@ class FusedLayers(Technique):
             return
         if self.chunked:
             least = CHUNK if run.device.type == "cpu" else GPU_CHUNK
-            run.root.loss = partial(fused.chunked_token_loss, rows=partial(chunk_rows, least=least))
+            kernel = run.kernels.find("head_loss", _case(run))
+            run.root.loss = partial(fused.chunked_token_loss, rows=partial(chunk_rows, least=least), kernel=kernel)
         elif self.loss:
             run.root.loss = fused.fused_token_loss
         for part in run.chunks:
@@ -100,6 +103,32 @@ class FusedLayers(Technique):
         elif self.loss:
             g.each_block(lambda b: _fuse_loss(b, _width(g)))
         return g
+
+
+def _case(run: TrainBuild, width: int = 0) -> Case:
+    """What the operators of a step compute with: the residual stream in the weights' dtype, products in autocast's."""
+    from ridgeline.nn.kernels.backends import Case
+
+    stream = run.update.weights_16bit or next(run.model.parameters()).dtype
+    return Case(run.device, stream, run.compute_dtype or stream, width)
+
+
+def _norm_kernel(run: TrainBuild) -> NormKernel | None:
+    """Who computes RMS norms, if the model has any."""
+    spec = run.model.spec
+    kernel: NormKernel | None = None
+    if spec.norm == "rmsnorm" and not spec.norm_offset:
+        kernel = run.kernels.find("norm", _case(run, spec.hidden_size))
+    return kernel
+
+
+def _gated_kernel(run: TrainBuild) -> GatedKernel | None:
+    """Who computes SwiGLU, if the model has it."""
+    spec = run.model.spec
+    kernel: GatedKernel | None = None
+    if spec.gated and spec.activation == "silu":
+        kernel = run.kernels.find("swiglu", _case(run, spec.intermediate_size))
+    return kernel
 
 
 def _width(g: Graph) -> float:

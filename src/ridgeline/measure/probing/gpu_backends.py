@@ -1,0 +1,243 @@
+"""The back ends of an operator side by side on a GPU: what ``probe`` chooses by.
+
+Each is checked against PyTorch's operators in fp32 first: one that fails or is wrong here is not timed, and so never
+taken by itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline.nn.kernels import functions
+from ridgeline.nn.kernels.backends import Backend, Case, able
+from ridgeline.nn.memory.step_pages import make_pages
+from ridgeline.nn.model.loss import IGNORE
+from ridgeline.spec.backends import BACKENDS, OURS
+
+WRONG = 3e-2
+"""Norm of a result's error over its norm, in 16 bits, from which on it is wrong."""
+_WARM, _CALLS = 3, 10
+
+Result = Sequence[Tensor]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What operators are timed at."""
+
+    rows: int = 8192
+    hidden: int = 4096
+    inner: int = 14336
+    vocabulary: int = 128256
+    heads: int = 32
+    key_heads: int = 8
+    width: int = 128
+    sequences: int = 32
+    length: int = 2048
+    chunk: int = 512
+    """New tokens of each sequence of a step with prompts."""
+    dtype: torch.dtype = torch.bfloat16
+
+
+SMALL = Sizes(64, 64, 96, 512, 4, 2, 16, 2, 48, 8, torch.float32)
+"""For a CPU."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An operator with operands: ours, another back end's as its module loads it, and what is right."""
+
+    case: Case
+    ours: Callable[[], Result]
+    theirs: Callable[[Any, Case], Callable[[], Result]]
+    right: Callable[[], Result]
+    others: tuple[Case, ...] = ()
+    """Cases for back ends that cannot compute the first one."""
+
+
+def backend_rows(device: torch.device, sizes: Sizes, report: Callable[[str], None]) -> Iterator[Row]:
+    """Seconds and errors of every back end that is at hand, one row each: ours first."""
+    for operator in BACKENDS:
+        report(f"back ends of {operator}")
+        torch.manual_seed(0)
+        try:
+            trial = _TRIALS[operator.partition(".")[0]](device, sizes, operator.endswith("decode"))
+            right = [t.detach().float() for t in trial.right()]
+        except (torch.OutOfMemoryError, ImportError) as e:
+            yield {"operator": operator, "backend": OURS, "failed": str(e).splitlines()[0]}
+            continue
+        yield {"operator": operator, "backend": OURS, **_tried(device, partial(getattr, trial, "ours"), right)}
+        for backend, case in _able(operator, trial):
+            load = partial(_loaded, trial, backend, case)
+            row: Row = {"operator": operator, "backend": backend.name, "version": backend.version}
+            yield row | _tried(device, load, right)
+        del trial, right
+
+
+def _loaded(trial: Trial, backend: Backend, case: Case) -> Callable[[], Result]:
+    return trial.theirs(backend.load(), case)
+
+
+def _able(operator: str, trial: Trial) -> list[tuple[Backend, Case]]:
+    """Optional back ends, each with the first case that it can compute."""
+    found: dict[str, tuple[Backend, Case]] = {}
+    for case in (trial.case, *trial.others):
+        for backend in able(operator, case):
+            found.setdefault(backend.name, (backend, case))
+    return list(found.values())
+
+
+def _tried(device: torch.device, load: Callable[[], Callable[[], Result]], right: Result) -> Row:
+    """Seconds of what ``load`` gives, and its error; or why there are none."""
+    try:
+        call = load()
+        found = [t.detach().float() for t in call()]
+        error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True))
+        if not error < WRONG:
+            return {"failed": f"its error is {error:.2g}", "error": error}
+        for _ in range(_WARM):
+            call()
+        return {"seconds": statistics.median(_once(device, call) for _ in range(_CALLS)), "error": error}
+    except Exception as e:  # whatever a kernel that nobody has tried here may raise
+        return {"failed": f"{type(e).__name__}: {e}".splitlines()[0][:300]}
+
+
+def _once(device: torch.device, call: Callable[[], Result]) -> float:
+    """Seconds of one call, its launches included: the host keeps ahead of all but the smallest."""
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(begin.elapsed_time(end)) / 1e3
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _leaves(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
+
+
+def _wide(leaves: Sequence[Tensor]) -> list[Tensor]:
+    return [t.detach().float().requires_grad_() for t in leaves]
+
+
+def _norm(device: torch.device, s: Sizes, decode: bool) -> Trial:
+    """A residual addition with its norm, and the gradients."""
+    x, u, w = leaves = _leaves(device, s.dtype, (s.rows, s.hidden), (s.rows, s.hidden), (s.hidden,))
+    d, e = (torch.randn(s.rows, s.hidden, device=device, dtype=s.dtype) for _ in range(2))
+
+    def both(made: tuple[Tensor, Tensor], given: Sequence[Tensor]) -> Result:
+        total, y = made
+        return y, *torch.autograd.grad((total, y), given, (d.to(total.dtype), e.to(y.dtype)))
+
+    def right() -> Result:
+        x, u, w = wide = _wide(leaves)
+        return both((x + u, F.rms_norm(x + u, (s.hidden,), w, 1e-5)), wide)
+
+    return Trial(
+        Case(device, s.dtype, width=s.hidden),
+        lambda: both(functions.add_norm(x, u, w, None, 1e-5, False, s.dtype), leaves),
+        lambda kernel, case: lambda: both(kernel.add_norm(x, u, w, 1e-5), leaves),
+        right,
+    )
+
+
+def _swiglu(device: torch.device, s: Sizes, decode: bool) -> Trial:
+    """The activation of a merged product, of few inputs so that the product costs little, and the gradients."""
+    few = 64
+    x, gate, up = leaves = _leaves(device, s.dtype, (s.rows, few), (s.inner, few), (s.inner, few))
+    merged, d = torch.cat([gate.detach(), up.detach()]), torch.randn(s.rows, s.inner, device=device, dtype=s.dtype)
+
+    def run(kernel: Any = None) -> Result:
+        y = functions.gated_linear(x, merged, None, [gate, up, None, None], kernel)
+        return y, *torch.autograd.grad(y, leaves, d)
+
+    def right() -> Result:
+        x, gate, up = wide = _wide(leaves)
+        y = F.silu(F.linear(x, gate)) * F.linear(x, up)
+        return y, *torch.autograd.grad(y, wide, d.float())
+
+    return Trial(Case(device, s.dtype, width=s.inner), run, lambda kernel, case: lambda: run(kernel), right)
+
+
+def _head_loss(device: torch.device, s: Sizes, decode: bool) -> Trial:
+    """The head, its loss and the gradients of both."""
+    rows = s.rows // 2
+    x, w = leaves = _leaves(device, s.dtype, (rows, s.hidden // 2), (s.vocabulary, s.hidden // 2))
+    with torch.no_grad():
+        w.mul_(s.hidden**-0.5)
+    labels = torch.randint(0, s.vocabulary, (rows,), device=device)
+    labels[::7] = IGNORE
+
+    def both(loss: Tensor, given: Sequence[Tensor]) -> Result:
+        return loss, *torch.autograd.grad(loss, given)
+
+    def right() -> Result:
+        x, w = wide = _wide(leaves)
+        return both(F.cross_entropy(F.linear(x, w), labels, reduction="sum", ignore_index=IGNORE), wide)
+
+    return Trial(
+        Case(device, s.dtype),
+        lambda: both(functions.linear_loss(x, w, None, labels, 4096, s.dtype), leaves),
+        lambda kernel, case: lambda: both(kernel(x, w, None, labels), leaves),
+        right,
+    )
+
+
+def _attention(device: torch.device, s: Sizes, decode: bool) -> Trial:
+    """Attention over pages of 16 tokens, or of 256 for those that take no others."""
+    from ridgeline.nn.kernels.paged_attention import paged_attention
+
+    new, blocks = 1 if decode else s.chunk, (16, 256)
+    room = -(-s.length // blocks[1]) * blocks[1]
+    q = torch.randn(s.sequences * new, s.heads, s.width, device=device, dtype=s.dtype)
+    stores = [torch.randn(1, s.key_heads, s.sequences * room, s.width, device=device, dtype=s.dtype) for _ in range(2)]
+    lengths = torch.full((s.sequences,), s.length, dtype=torch.int32, device=device)
+    order = torch.randperm(s.sequences, device=device).int()
+    repeat, counts = s.heads // s.key_heads, [new] * s.sequences
+    pages = {
+        block: make_pages(
+            order[:, None] * (room // block) + torch.arange(room // block, device=device, dtype=torch.int32),
+            lengths, counts, block, repeat, s.width,
+        )
+        for block in blocks
+    }  # fmt: skip
+
+    def right() -> Result:
+        keys, values = (t.view(s.key_heads, s.sequences, room, s.width)[:, order.long(), : s.length] for t in stores)
+        query = q.view(s.sequences, new, s.heads, s.width).transpose(1, 2)
+        at = torch.arange(s.length, device=device)
+        out = [
+            F.scaled_dot_product_attention(
+                query[i : i + 1].float(), keys[None, :, i].float(), values[None, :, i].float(), at <= at[-new:, None],
+                enable_gqa=repeat > 1,
+            )[0].transpose(0, 1)
+            for i in range(s.sequences)
+        ]  # fmt: skip
+        return [torch.cat(out)]
+
+    @torch.no_grad()
+    def ours() -> Result:
+        return [paged_attention(q, stores[0], stores[1], pages[blocks[0]])]
+
+    def theirs(kernel: Any, case: Case) -> Callable[[], Result]:
+        return torch.no_grad()(lambda: [kernel(q, stores[0], stores[1], pages[case.block], 0)])
+
+    cases = [Case(device, s.dtype, width=s.width, block=block) for block in blocks]
+    return Trial(cases[0], ours, theirs, right, tuple(cases[1:]))
+
+
+_TRIALS = {"attention": _attention, "norm": _norm, "swiglu": _swiglu, "head_loss": _head_loss}
