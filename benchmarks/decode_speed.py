@@ -5,10 +5,10 @@ kernel (``engine``); both with the same batch.
 
 Variants take turns in every round, so that a disturbance hits all of them; a round's time is that of its quickest
 token, as other work on the machine only adds. Ratios are of medians over rounds, with the smallest and largest of any
-round beside them. The roof is the time that reading all that a token needs (every weight but
-the table of tokens, the cache) takes at the machine's copy bandwidth. Predictions come from a probe taken in the same
-process. On the CPU, with the threads that torch has. The file keeps a run for each CPU and instruction set; smaller
-sets are measured under ATEN_CPU_CAPABILITY=avx2 with ONEDNN_MAX_CPU_ISA=AVX2.
+round beside them. The roof is the time that reading all that a token needs (every weight but the table of tokens, the
+cache) takes at the rate of a copy, measured in every round. Predictions come from a probe taken in the same process. On
+the CPU, with the threads that torch has. The file keeps a run for each CPU and instruction set; smaller sets are
+measured under ATEN_CPU_CAPABILITY=avx2 with ONEDNN_MAX_CPU_ISA=AVX2.
 
     python benchmarks/decode_speed.py [--rounds 5] [--tokens 16] [--out benchmarks/results/decode_speed.json]
 """
@@ -99,6 +99,17 @@ def instructions() -> str:
     return " + ".join(filter(None, parts))
 
 
+def copy_rate() -> float:
+    """Bytes/s that a copy of a large tensor reads and writes, now: the rate changes with what else a machine does."""
+    a = torch.ones(2**25)
+    b, taken = torch.empty_like(a), []
+    for _ in range(5):
+        start = time.perf_counter()
+        b.copy_(a)
+        taken.append(time.perf_counter() - start)
+    return 2 * a.numel() * a.element_size() / statistics.median(taken)
+
+
 def step_of(engine: Engine, steps: int) -> float:
     """Seconds of the quickest of some steps."""
     taken = []
@@ -124,7 +135,7 @@ def main() -> None:
         "environment": {**fingerprint(), "threads": torch.get_num_threads()}, "instructions": instructions(),
         "rounds": given.rounds,
         "parameters": MODEL.num_parameters, "prompt": PROMPT, "tokens": given.tokens,
-        "copy_bandwidth": device.memory_bandwidth, "batches": {},
+        "copy_bandwidth": device.memory_bandwidth, "copy_rates": {}, "batches": {},
     }  # fmt: skip
     for batch in given.batch:
         asked = {name: experiment(device, *v, given.tokens, batch) for name, v in VARIANTS.items()}
@@ -134,27 +145,32 @@ def main() -> None:
         prompt = torch.randint(MODEL.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
         times: dict[str, list[float]] = {name: [] for name in models}
         first: dict[str, list[float]] = {name: [] for name in models}
+        rates: list[float] = []
         with torch.inference_mode():
             for r in range(given.rounds + 1):
+                rates += [copy_rate()] if r else []
                 for name, model in models.items():
                     taken = timed_generation(model, prompt, given.tokens)
                     if r:
                         first[name].append(taken[0])
                         times[name].append(min(taken[1:]))
                         steps[name].append(step_of(engines[name], given.tokens))
-        rows = result["batches"][str(batch)] = {}
+        rows, result["copy_rates"][str(batch)] = result["batches"].setdefault(str(batch), {}), rates
         for name, model in models.items():
             held = sum(p.numel() * p.element_size() for p in model.parameters())
             each = statistics.median(times[name])
             ratios = [a / b for a, b in zip(times["fp32"], times[name], strict=True)]
             said = predict(asked[name]).metrics["tpot_s"].value
             step = statistics.median(steps[name])
+            shares = [held / a / b for a, b in zip(rates, steps[name], strict=True)]
             rows[name] = {
                 "seconds_per_token": each, "speedup": statistics.median(times["fp32"]) / each, "lowest": min(ratios),
-                "highest": max(ratios), "parameter_bytes": held, "share_of_roof": held / device.memory_bandwidth / each,
+                "highest": max(ratios), "parameter_bytes": held,
+                "share_of_roof": statistics.median(held / a / b for a, b in zip(rates, times[name], strict=True)),
                 "prefill_s": statistics.median(first[name]), "predicted_seconds_per_token": said,
                 "predicted_over_measured": said / each, "engine_s": step, "engine_lowest": min(steps[name]),
-                "engine_highest": max(steps[name]), "engine_share_of_roof": held / device.memory_bandwidth / step,
+                "engine_highest": max(steps[name]), "engine_share_of_roof": statistics.median(shares),
+                "engine_share_lowest": min(shares), "engine_share_highest": max(shares),
             }  # fmt: skip
             row = rows[name]
             print(f"batch {batch} {name:22} {1e3 * each:7.1f} ms/token  {row['speedup']:.2f}x [{row['lowest']:.2f}, "
