@@ -27,7 +27,7 @@ def oldest_torch(session: nox.Session) -> None:
 
 
 CLIENTS = ("anthropic", "langchain-openai", "instructor", "litellm", "pydantic-ai-slim[openai]", "openai-agents",
-           "llama-index-llms-openai-like llama-index-embeddings-openai-like")  # fmt: skip
+           "llama-index-llms-openai-like llama-index-embeddings-openai-like", "aiperf")  # fmt: skip
 
 
 @nox.session(python="3.11")

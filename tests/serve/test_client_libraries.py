@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import os
+import shutil
+import subprocess
+import sys
 from importlib import import_module
 
 import openai
@@ -162,6 +166,30 @@ def test_openai_agents(asked):
     said, made = asyncio.run(run())
     assert said == text
     assert isinstance(made, City)
+
+
+def test_aiperf(server, folder, tmp_path):
+    """A load of chats, with what our server counts beside what the client does. aiperf takes tokenizers by their names
+    on a hub only: here from a hub's cache."""
+    needs("aiperf")
+    known, revision = tmp_path / "hub" / "models--tests--tiny", "0" * 40
+    (known / "refs").mkdir(parents=True)
+    (known / "refs" / "main").write_text(revision)
+    snapshot = known / "snapshots" / revision
+    shutil.copytree(folder, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    if not (snapshot / "tokenizer_config.json").exists():
+        (snapshot / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    command = [sys.executable, "-m", "aiperf", "profile", "--model", "tiny", "--url", server.url, "--endpoint-type",
+               "completions", "--streaming", "--request-count", "12", "--concurrency", "3", "--ui", "simple",
+               "--synthetic-input-tokens-mean", "24", "--output-tokens-mean", "8", "--extra-inputs", "ignore_eos:true",
+               "--tokenizer", "tests/tiny", "--output-artifact-dir", str(tmp_path / "out")]  # fmt: skip
+    offline = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    done = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    report = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
+    assert report["request_count"]["avg"] == 12
+    assert report["time_to_first_token"]["avg"] > 0
+    assert not report.get("error_request_count") or report["error_request_count"]["avg"] == 0
 
 
 def test_the_official_client_without_waiting(asked):
