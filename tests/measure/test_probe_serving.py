@@ -172,7 +172,8 @@ def test_the_server_of_a_divided_model_is_in_the_engines_process(ranks, apart, m
     """As ``bench`` runs them."""
     device = machine.model_copy(update={"host_latency": {**machine.host_latency, "serve.apart": 1.0}})
     e = serving_experiment(narrow(2), 4, device, requests=8)
-    plan, cluster = [*SERVED, f"tensor_parallel:degree={ranks}"], Cluster(device=device, devices_per_node=ranks)
+    divided = [f"tensor_parallel:degree={ranks}"] if ranks > 1 else []
+    plan, cluster = [*SERVED, *divided], Cluster(device=device, devices_per_node=ranks)
     e = normalize(e.model_copy(update={"plan": Plan.parse(plan), "cluster": cluster}))
     engine = surface_of(e, check(e), requests(e.workload)).engine
     assert (engine.token_s > 0, engine.reply_s > 0) == (apart, apart)

@@ -95,7 +95,8 @@ def make_pages(
         for d in launches(counts, repeat, width, kind)
     ]
     starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
-    return Pages(table, lengths, starts, block, tuple(work), counts, lengths.tolist())
+    held = [] if lengths.is_meta else lengths.tolist()
+    return Pages(table, lengths, starts, block, tuple(work), counts, held)
 
 
 def upload(device: torch.device, *arrays: np.ndarray | Sequence[int]) -> list[Tensor]:
