@@ -58,7 +58,7 @@ def main() -> None:
         lengths = _prepare(args, folder)
         for i in range(args.rounds):
             for contender in CONTENDERS if i % 2 == 0 else CONTENDERS[::-1]:
-                found[contender].append(_run(args, folder, contender, i, lengths["packed"]))
+                found[contender].append(_run(args, folder, contender, i, lengths))
                 print(contender, json.dumps(found[contender][-1]), flush=True)
     speeds = {name: [r["tokens_per_s"] for r in runs] for name, runs in found.items()}
     report: dict[str, Any] = {
@@ -97,7 +97,9 @@ def _prepare(args: argparse.Namespace, folder: Path) -> dict[str, float]:
             "longest": max(lengths), "packed": sum(lengths) / (len(rows) * args.seq_len)}  # fmt: skip
 
 
-def _run(args: argparse.Namespace, folder: Path, contender: str, turn: int, filled: float) -> dict[str, float]:
+def _run(
+    args: argparse.Namespace, folder: Path, contender: str, turn: int, lengths: dict[str, float]
+) -> dict[str, float]:
     if contender != "packed":
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", str(folder)]
         command += ["--grouped"] if contender == "grouped" else []
@@ -106,7 +108,7 @@ def _run(args: argparse.Namespace, folder: Path, contender: str, turn: int, fill
             raise SystemExit(done.stderr)
         return json.loads(done.stdout.splitlines()[-1])
     out = folder / f"out{turn}"
-    rows = max(1, args.batch_size * args.mean // args.seq_len)
+    rows = max(1, round(args.batch_size * lengths["mean"] / args.seq_len))
     command = [sys.executable, "-m", "ridgeline", "finetune", str(folder / "model"), "--data",
                str(folder / "examples.jsonl"), "--out", str(out), "--steps", str(args.steps), "--seq-len",
                str(args.seq_len), "--batch-size", str(rows), "--lr", str(LR), "--eval-every", "0", "--dtype", "fp32",
@@ -118,6 +120,7 @@ def _run(args: argparse.Namespace, folder: Path, contender: str, turn: int, fill
         raise SystemExit(done.stderr)
     result = json.loads(done.stdout)
     seconds = statistics.mean(result["step_s"][args.skip :])
+    filled = lengths["packed"]
     return {"tokens_per_s": filled * rows * args.seq_len / seconds, "step_s": seconds, "filled": filled}
 
 
@@ -192,7 +195,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--examples", type=int, default=2000)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=8, help="examples of a padded batch")
-    parser.add_argument("--mean", type=int, default=128, help="tokens of an example, by which packed batches are sized")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--skip", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)

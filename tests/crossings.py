@@ -1,6 +1,7 @@
 """Which crossings of techniques, families and options `make test` runs; the nightly `make test-all` runs every one.
 
-Whatever a case crosses has a test of its own besides, so that a case left for the night is never the only one.
+Cases are drawn by their names, the same in every run; those of one part always run. Some (a family under one way to
+divide it, an optimizer in one layout) run at night only.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def test_chunks_of_several_tokens_are_told_from_tokens():
     m = {k: v.value for k, v in result.metrics.items()}
     assert m["output_tokens_mean"] == 13
     assert m["tokens_per_chunk"] == pytest.approx(13 / 4)
-    assert m["tpot_p50_s"] >= GAP - CLOCK, "per token"
+    assert GAP - CLOCK <= m["tpot_p50_s"] < 3 * GAP, "per token, of which a chunk holds four"
     assert m["itl_s"] == pytest.approx(4 * m["tpot_s"]), "per chunk"
     assert any("a chunk holds 3.25 tokens" in n for n in result.notes)
 

@@ -79,9 +79,9 @@ def test_only_what_a_server_of_the_fleet_has_signed_is_believed(pair):
 
 
 def test_servers_that_exchange_nothing(server):
-    for given in ({}, {**ASKED, "do_remote_decode": False}):
+    for given in ({}, {**ASKED, "do_remote_decode": False}, {"transfer_id": "of another connector"}):
         assert "kv_transfer_params" not in asked(server, prompt="ab", kv_transfer_params=given)
-    for given, said in ((ASKED, "--role"), ({"do_remote_prefill": True}, "--role"), ({"ranks": 1}, "unknown field"),
+    for given, said in ((ASKED, "--role"), ({"do_remote_prefill": True}, "--role"),
                         ({"prompt_token_ids": [1]}, "prompt_token_ids")):  # fmt: skip
         status, _, text = call(server, "/v1/completions", {"prompt": "ab", "kv_transfer_params": given})
         assert (status, error(text)["param"]) == (400, "kv_transfer_params")

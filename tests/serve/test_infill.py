@@ -24,11 +24,11 @@ def test_every_family_writes_its_gap(marks):
     tokenizer = with_marks(marks)
     vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size())
     infill = Infill.of(vocabulary)
-    found = vocabulary.decode(infill.prompt("ab", "cd", True), skip_special=False)
+    found = vocabulary.decode(infill.prompt("ab", infill.alone("cd"), True), skip_special=False)
     whole = f"{marks.before}ab{marks.after}cd{marks.fill}" if marks.fill else f"{marks.after}cd{marks.before}ab"
     assert found == whole
     ids = vocabulary.encode("ab")
-    assert infill.prompt(ids, "cd", False) == infill.prompt("ab", "cd", False)
+    assert infill.prompt(ids, [7, 8], False) == infill.prompt("ab", [7, 8], False)
 
 
 def test_a_text_after_the_gap_gets_no_space_from_sentencepiece():
@@ -38,7 +38,8 @@ def test_a_text_after_the_gap_gets_no_space_from_sentencepiece():
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     marks = next(m for m in MARKS if m.before == "▁<PRE>")
     vocabulary = Vocabulary(with_marks(marks, tokenizer), tokenizer.get_vocab_size())
-    made = Infill.of(vocabulary).prompt("ab", "cd", False)
+    infill = Infill.of(vocabulary)
+    made = infill.prompt("ab", infill.alone("cd"), False)
     assert vocabulary.entries(made) == ["▁<PRE>", "▁", "a", "b", "▁<SUF>", "c", "d", "▁<MID>"]
 
 
@@ -60,7 +61,7 @@ def test_the_server_fills_gaps(tmp_path):
         assert (same.choices[0].text, same.choices[0].prompt_token_ids) == (
             made.choices[0].text, made.choices[0].prompt_token_ids,
         )  # fmt: skip
-        for more, said in (({"echo": True}, "echo"), ({"suffix": "a" * 300}, "prompt"), ({"prompt": [269]}, None)):
+        for more, said in (({"echo": True}, "echo"), ({"suffix": "a" * 300}, "suffix"), ({"prompt": [269]}, None)):
             if said is None:  # a token that the model has, and the tokenizer does not
                 assert c.completions.create(**{"prompt": "a", "suffix": "b", **ask, **more}).choices
                 continue

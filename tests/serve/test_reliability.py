@@ -167,7 +167,7 @@ def test_keys(folder):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_client_that_leaves_frees_its_blocks(server, stream, n):
-    before = server.loop.metrics.disconnected._value.get()
+    before, made = server.loop.metrics.disconnected._value.get(), server.engine.outputs.generated
     with Slow(server.engine, 0.05):  # ten seconds to the end
         s = opened(server, {**LONG, "stream": stream, "n": n})
         server.wait(lambda: server.engine.blocks.used > 0)
@@ -176,6 +176,7 @@ def test_a_client_that_leaves_frees_its_blocks(server, stream, n):
         s.close()
         server.wait(lambda: server.engine.blocks.used == 0)
     server.assert_idle()
+    assert server.engine.outputs.generated - made < n * LONG["max_tokens"]  # it did not run to its end
     assert server.loop.metrics.disconnected._value.get() == before + 1
 
 

@@ -7,6 +7,7 @@ import pytest
 from tests.serve.test_reliability import call, error
 
 from ridgeline.data.examples import Template
+from ridgeline.serve import written_calls
 from ridgeline.serve.call_formats import FORMATS
 from ridgeline.serve.harmony import Channels
 from ridgeline.serve.tool_calls import LIST, Calls, Format, gather, id_maker
@@ -464,3 +465,21 @@ def test_options(folder, server):
         make_service(server.engine, folder, options=Options(tool_parser="herms"))
     with pytest.raises(UserError, match="--enable-auto-tool-choice"):
         make_service(server.engine, folder, options=Options(auto_tools=True))
+
+
+def test_a_call_in_many_parts_is_read_once(monkeypatch):
+    """FunctionGemma's: what was there before is not looked at again."""
+    read, member = [0], written_calls._member
+
+    def counted(*given):
+        read[0] += 1
+        return member(*given)
+
+    monkeypatch.setattr(written_calls, "_member", counted)
+    value = "[" + ",".join(["{b:<escape>}<escape>}"] * 300) + "]"
+    reader = FORMATS["functiongemma"].reader(lambda: "id", True, {})
+    whole = f"<start_function_call>call:f{{a:{value}}}<end_function_call>"
+    found = [p for at in range(0, len(whole), 7) for p in reader.push(whole[at : at + 7])]
+    found += reader.push("", True)
+    assert json.loads("".join(p.arguments or "" for p in found)) == {"a": [{"b": "}"}] * 300}
+    assert read[0] == 1 + 300 * 2

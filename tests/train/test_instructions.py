@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from tests.training import MODEL, full, write_corpus
 from tests.world import world
 
-from ridgeline import catalog
+from ridgeline import catalog, experiments
 from ridgeline.data.batches import IGNORE, TextBatches, load_tokens
 from ridgeline.data.examples import TEMPLATES, Template, find_template, read_examples
 from ridgeline.data.packing import InstructionBatches, load_instructions, pack
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model import attention
+from ridgeline.nn.model.attention import make_mask
 from ridgeline.nn.model.init import build
 from ridgeline.predict import predict
 from ridgeline.runtime.train_build import LossModel
@@ -347,6 +348,20 @@ def test_memory_of_packed_rows_is_as_predicted(plan, checkpoint, chat):
     usage, said = metered_step(trainer), {m.category: m.bytes for m in predict(e).memory}
     print(f"predicted {said}\nmeasured  {usage.categories} at {usage.instant}")
     assert usage.total == pytest.approx(sum(said.values()), rel=0.05)
+
+
+def test_a_mask_of_documents_in_windowed_layers_is_predicted():
+    """A mask for each row, on a CPU too."""
+    model = MODEL.model_copy(update={"sliding_window": 16})
+    work = {"kind": "pretrain", "seq_len": 64, "batch_size": 4, "document_mask": True}
+    catalog.allow_unprobed()
+    e = experiments.make(model, "local", work, ["flash_attention"])
+    alone = experiments.make(model, "local", {**work, "document_mask": False}, ["flash_attention"])
+    said, one = ({m.category: m.bytes for m in predict(x).memory}["buffers"] for x in (e, alone))
+    documents = torch.zeros(4, 64, dtype=torch.long)
+    args = (model, True, None, 0, 64, False, torch.device("cpu"), torch.float32)
+    masks = [make_mask(*args, d, splits=True).bias for d in (documents, None)]
+    assert said - one == sum(s * m.numel() * 4 for s, m in zip((1, -1), masks, strict=True))
 
 
 def test_a_ring_on_gpus_refuses_packed_examples(checkpoint, chat):

@@ -120,11 +120,7 @@ def _loops_over_content(tree: nodes.Template) -> bool:
             return isinstance(part.arg, nodes.Const) and part.arg.value == "content"
         return getattr(part, "attr" if isinstance(part, nodes.Getattr) else "name", None) == "content"
 
-    kinds = (nodes.Getattr, nodes.Getitem, nodes.Name)
-    return any(
-        (isinstance(loop.iter, kinds) and read(loop.iter)) or any(read(part) for part in loop.iter.find_all(kinds))
-        for loop in tree.find_all(nodes.For)
-    )
+    return any(read(loop.iter) for loop in tree.find_all(nodes.For))
 
 
 def _generation() -> type[Extension]:

@@ -16,7 +16,7 @@ from ridgeline.report import table as render
 from ridgeline.report import units
 from ridgeline.report.table import Column, Table
 from ridgeline.report.tables import to_rich
-from ridgeline.spec.backends import order
+from ridgeline.spec.backends import BACKENDS, order
 
 if TYPE_CHECKING:
     from ridgeline.experiments import AblationSpec
@@ -382,6 +382,7 @@ def device_table(d: Device) -> None:
         rows = [
             [operator, backend, units.seconds(seconds), "taken" if backend == order(operator, held)[0] else ""]
             for operator, held in d.kernels.items()
+            if operator in BACKENDS
             for backend, seconds in held.items()
         ]
         left = [Column(n, align="left") for n in ("operator", "back end")]

@@ -62,4 +62,7 @@ def _address(url: str) -> Address | None:
     except (ValueError, KeyError):
         return None
     known = parts.scheme in ("http", "https") and parts.hostname and port
+    further = parts.query or parts.fragment or parts.username is not None or any(c.isspace() for c in url)
+    if further:
+        return None
     return Address(parts.scheme, parts.hostname or "", port, parts.path.rstrip("/")) if known else None

@@ -208,7 +208,9 @@ class Message(Body):
             content = self.content
         elif self.content:
             parts = [{"type": "text", "text": p} if isinstance(p, str) else p.plain() for p in self.content]
-            content = parts if in_parts else "\n".join(part["text"] for part in parts)
+            content = (
+                parts if in_parts and self.role in ("user", "assistant") else "\n".join(part["text"] for part in parts)
+            )
         more = {"name": self.name, "reasoning": self.reasoning, "reasoning_content": self.reasoning_content,
                 "tool_call_id": self.tool_call_id,
                 "tool_calls": [call.plain() for call in self.tool_calls] if self.tool_calls else None}  # fmt: skip

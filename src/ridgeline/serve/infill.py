@@ -58,17 +58,17 @@ class Infill:
                 return cls(vocabulary, found[0], found[1], found[2:], marks.ends)
         return None
 
-    def prompt(self, before: str | Sequence[int], after: str, special: bool) -> list[int]:
-        """The tokens of a prompt whose continuation fills the gap between two texts; with ``special`` also those that
-        the tokenizer begins a text with."""
+    def prompt(self, before: str | Sequence[int], after: list[int], special: bool) -> list[int]:
+        """The tokens of a prompt whose continuation fills the gap between a text and the tokens ``after`` it; with
+        ``special`` also those that the tokenizer begins a text with."""
         encode = self._vocabulary.encode
         first = encode(before, False) if isinstance(before, str) else list(before)
         begin = encode("") if special else []
         if not self._fill:
-            return [*begin, self._after, *self._alone(after), self._before, *first]
-        return [*begin, self._before, *first, self._after, *self._alone(after), *self._fill]
+            return [*begin, self._after, *after, self._before, *first]
+        return [*begin, self._before, *first, self._after, *after, *self._fill]
 
-    def _alone(self, text: str) -> list[int]:
+    def alone(self, text: str) -> list[int]:
         """The tokens of a text that goes on, without the space that SentencePiece begins every text with."""
         plain, anchor = self._vocabulary.encode(text, False), self._vocabulary.encode("\n", False)
         joined = self._vocabulary.encode("\n" + text, False)
@@ -88,11 +88,13 @@ def gaps(
             raise Invalid(name, "does not go with suffix", "leave it out")
     suffix, prompts = body.suffix or "", []
     service.short(suffix, "suffix")
+    after = service.infill.alone(suffix)
+    service.fits(after, "suffix")
     for before in given:
         if isinstance(before, str):
             service.short(before, "prompt")
         else:
             service.known(before, "prompt")
-        prompts.append(service.infill.prompt(before, suffix, body.add_special_tokens))
+        prompts.append(service.infill.prompt(before, after, body.add_special_tokens))
         service.fits(prompts[-1], "prompt")
     return prompts, service.infill.ends

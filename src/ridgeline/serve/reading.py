@@ -39,7 +39,7 @@ class Reading:
         """The jobs of embeddings. Raises :class:`Invalid`."""
         self._cuttable(body.dimensions)
         if self._late and body.late_chunking_params is not None:
-            what = "makes vectors of chunks from those of texts, which this model has none of"
+            what = "needs embeddings of texts; this model has embeddings of tokens only"
             raise Invalid("late_chunking_params", what, "ask /pooling for token_embed")
         prompts, chunks = self._inputs(body), []
         if body.late_chunking_params is not None:

@@ -292,7 +292,7 @@ def items_of(talk: list[Message], name: str) -> list[dict[str, Any]]:
         if m.reasoning_content:
             part = {"type": "reasoning_text", "text": m.reasoning_content}
             add("reasoning", "rs", summary=[], content=[part])
-        if plain["content"] or not (m.tool_calls or m.reasoning_content):
+        if plain["content"] or not (m.tool_calls or m.reasoning_content or m.role == "assistant"):
             made = m.role == "assistant"
             more: dict[str, Any] = {"annotations": []} if made else {}
             said = {"type": "output_text" if made else "input_text", "text": plain["content"], **more}

@@ -64,10 +64,7 @@ class EscapedFormat:
     def reader(self, make_id: Callable[[], str], parallel: bool, tools: Tools) -> WrittenCalls:
         """Reads one output. Texts are of the types that ``tools`` say."""
 
-        def read(text: str) -> tuple[int, str, dict[str, Any]] | None:
-            return _escaped(text, tools)
-
-        return WrittenCalls(self.begin, self.end, read, make_id, parallel, "{", "}")
+        return WrittenCalls(self.begin, self.end, EscapedCalls(tools).read, make_id, parallel, "{", "}")
 
 
 class WrittenCalls:
@@ -282,25 +279,49 @@ def _typed(text: str, schema: Any) -> Any:
 
 _ESCAPE = "<escape>"
 _CALL = re.compile(r"call:([\w.\-]+)(?=\{)")
+_MARK = re.compile(r"<escape>|[{}\[\]]")
 _CALL_BEGUN = re.compile(r"c(a(l(l(:[\w.\-]*)?)?)?)?")
 
 
-class _Unfinished(Exception):
-    """A value of which more must follow."""
+class EscapedCalls:
+    """Reads calls as FunctionGemma writes them. Of one that is not complete, what was there before is not looked at
+    again."""
 
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._begin("", 0)
 
-def _escaped(text: str, tools: Tools) -> tuple[int, str, dict[str, Any]] | None:
-    """A call at the beginning of ``text``."""
-    made = _CALL.match(text)
-    if made is None:
-        if _CALL_BEGUN.fullmatch(text):
+    def _begin(self, seen: str, at: int) -> None:
+        self._seen, self._at, self._depth, self._inside = seen, at, 0, False
+
+    def read(self, text: str) -> tuple[int, str, dict[str, Any]] | None:
+        """A call at the beginning of ``text``."""
+        made = _CALL.match(text)
+        if made is None:
+            if _CALL_BEGUN.fullmatch(text):
+                return None
+            raise ValueError("no call")
+        if not (self._seen and text.startswith(self._seen)):
+            self._begin(text, made.end())
+        self._seen = text
+        if not self._closed(text):
             return None
-        raise ValueError("no call")
-    try:
-        end, arguments = _members(text, made.end(), "}", _properties(tools.get(made[1])))
-    except _Unfinished:
-        return None
-    return end, made[1], dict(arguments)
+        self._begin("", 0)
+        end, arguments = _members(text, made.end(), "}", _properties(self._tools.get(made[1])))
+        return end, made[1], dict(arguments)
+
+    def _closed(self, text: str) -> bool:
+        """Whether the first brace of ``text`` has closed."""
+        for mark in _MARK.finditer(text, self._at):
+            self._at = mark.end()
+            if mark[0] == _ESCAPE:
+                self._inside = not self._inside
+            elif not self._inside:
+                self._depth += 1 if mark[0] in "{[" else -1
+                if not self._depth:
+                    return True
+        self._at = max(self._at, len(text) - len(_ESCAPE) + 1)  # of which the rest may follow
+        return False
 
 
 def _members(text: str, at: int, close: str, properties: dict[str, Any]) -> tuple[int, list[Any]]:
@@ -312,15 +333,13 @@ def _members(text: str, at: int, close: str, properties: dict[str, Any]) -> tupl
         if close == "}":
             colon = text.find(":", at)
             if colon < 0:
-                raise _Unfinished
+                raise ValueError("no call")
             name, at = text[at:colon].strip().strip("\"'"), colon + 1
         at, value = _member(text, at, properties.get(name) if name is not None else None)
         found.append(value if name is None else (name, value))
         if text[at : at + 1] == ",":
             at += 1
-        elif at >= len(text):
-            raise _Unfinished
-        elif text[at] != close:
+        elif text[at : at + 1] != close:
             raise ValueError("no call")
     return at + 1, found
 
@@ -330,7 +349,7 @@ def _member(text: str, at: int, schema: Any) -> tuple[int, Any]:
     if text.startswith(_ESCAPE, at):
         end = text.find(_ESCAPE, at + len(_ESCAPE))
         if end < 0:
-            raise _Unfinished
+            raise ValueError("no call")
         return end + len(_ESCAPE), _typed(text[at + len(_ESCAPE) : end], schema)
     if text[at : at + 1] == "{":
         end, pairs = _members(text, at, "}", _properties(schema))
@@ -339,5 +358,5 @@ def _member(text: str, at: int, schema: Any) -> tuple[int, Any]:
         return _members(text, at, "]", {})
     ends = (i for i in range(at, len(text)) if text[i] in ",}]")
     if (last := next(ends, None)) is None:
-        raise _Unfinished
-    return last, json.loads(text[at:last])
+        raise ValueError("no call")
+    return last, json.loads(text[at:last]) if schema is None else _typed(text[at:last], schema)

@@ -125,6 +125,7 @@ def _built(e: Experiment, w: Generate, device: torch.device, techniques: list[Te
     run = Build(e, model, device)
     for technique in techniques:
         technique.apply(run)
+    run.kernels.require_used()
     return run
 
 

@@ -151,7 +151,7 @@ class Kernels:
             if not why:
                 try:
                     loaded = known[name].load()
-                except (ImportError, AttributeError) as e:
+                except Exception as e:  # whatever a driver or another version makes of it
                     why = f"{known[name].package} {known[name].version} does not have it ({e})"
             if loaded is not None:
                 self.taken[operator] = f"{name} {known[name].version}".rstrip()
@@ -171,7 +171,7 @@ class Kernels:
         for operator, name in self.asked.items():
             if operator not in self.taken:
                 raise UserError(
-                    f"kernels: {operator}={name} is asked for, and nothing computes {operator} by itself here",
+                    f"kernels: {operator}={name} is asked for, and the plan has no separate {operator} operator",
                     "leave it out, or add what does: a serving engine (attention), fused layers (the others)",
                 )
 

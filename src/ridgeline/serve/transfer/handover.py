@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from ridgeline.serve.detokenize import ServeJob
 from ridgeline.serve.fields import Body, Number, Text, TokenIds
@@ -23,7 +23,9 @@ FIELD = "kv_transfer_params"
 
 
 class KvTransfer(Body):
-    """``kv_transfer_params``, as vLLM's proxies send them."""
+    """``kv_transfer_params``, as vLLM's proxies send them; what other connectors add has no effect."""
+
+    model_config = ConfigDict(extra="ignore")
 
     do_remote_decode: bool | None = None
     """The prompt's cache will be fetched: the answer says from where."""
@@ -55,7 +57,7 @@ def hand_over(
     if asked.do_remote_prefill:
         where = f"{_bracketed(asked.remote_host or '')}:{asked.remote_port} {asked.remote_signature}"
         if not member.assign(jobs, where):
-            what = "holds no address that a server with this fleet's secret has signed"
+            what = "is not signed with this fleet's secret"
             raise Invalid(FIELD, what, "hand over what a prefill server answered, unchanged")
     if not asked.do_remote_decode:
         return None

@@ -18,13 +18,18 @@ COLBERT = "HF_ColBERT"
 _WIDTHS = ("projection_dim", "colbert_dim", "dim")
 
 
+_HEADER = 100_000_000
+"""Bytes of a header that safetensors reads at most: what is longer is another kind of file."""
+
+
 def with_projection(config: Config, folder: Path) -> Config:
     """A configuration with the width of ColBERT's projection, where only the weights in ``folder`` tell it."""
     if COLBERT not in (config.get("architectures") or []) or any(config.get(name) for name in _WIDTHS):
         return config
     try:
         with (folder / "model.safetensors").open("rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+            size = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(size if size < _HEADER else 0))
         return {**config, _WIDTHS[0]: int(header["linear.weight"]["shape"][0])}
     except (OSError, OverflowError, ValueError, KeyError, TypeError, IndexError):
         return config  # the reader says what is missing

@@ -69,16 +69,17 @@ class FlashAttention(Technique):
         window, length = e.model.sliding_window, g.length
         groups = e.model.num_heads // e.model.num_kv_heads
         batch = max(1, g.tokens // g.length)
-        separate = e.is_training and e.training.separates_documents
+        documents = e.is_training and e.training.separates_documents
         capped = e.model.attention_soft_cap is not None
         # A CPU attends within each document instead, and joins the results.
-        splits = separate and e.cluster.device.kind == "cpu" and e.model.causal
+        splits = documents and e.cluster.device.kind == "cpu" and e.model.causal
         splits = splits and not e.model.score_changes and not has(e, "compiled_blocks")
-        separate = separate and not splits
+        separate = documents and not splits
         cut, mixed = bool(window and length > window), e.model.window_every > 1
-        if cut or separate or capped:  # the kernel handles none itself: one mask serves all layers of a kind
-            kinds = 2 if cut and mixed and (capped or separate) else 1
-            g.buffers += kinds * (batch if separate else 1) * length * length * DTYPE_BYTES[e.dtype]
+        # The kernel handles none of this itself: one mask serves all layers of a kind.
+        masks = (batch if documents else 1) if cut else 0
+        masks += (batch if separate else 1) if (capped or separate) and (mixed or not cut) else 0
+        g.buffers += masks * length * length * DTYPE_BYTES[e.dtype]
         if e.model.position == "alibi":  # as a bias, which the mask is a part of
             g.buffers += e.model.num_heads * length * length * DTYPE_BYTES[e.dtype]
         first = self.generation == 1 or e.model.position == "alibi"  # FlashAttention-2 accepts a bias only since 2024
