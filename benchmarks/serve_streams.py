@@ -110,7 +110,7 @@ async def run(url: str, pid: int, streams: int) -> dict[str, float]:
         now = await loop.run_in_executor(None, steps, url)
         if now - first > WARM * TOKENS:
             seen.append((time.perf_counter(), now, threads(pid)))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.01)
     await asyncio.gather(*waiting)
     (t0, n0, c0), (t1, n1, c1) = seen[0], seen[-2]
     return {"step": 1e3 * (t1 - t0) / (n1 - n0), **{k: (c1[k] - c0[k]) / (n1 - n0) for k in c0}}
