@@ -56,13 +56,13 @@ def server_addresses(urls: Iterable[str], encrypted: bool = False) -> list[Addre
 
 
 def _address(url: str) -> Address | None:
+    """That of a server's ``url``; None: it is that of none, or of something within one."""
     try:
         parts = urlsplit(url)
         port = {"http": 80, "https": 443}[parts.scheme] if parts.port is None else parts.port
     except (ValueError, KeyError):
         return None
-    known = parts.scheme in ("http", "https") and parts.hostname and port
     further = parts.query or parts.fragment or parts.username is not None or any(c.isspace() for c in url)
-    if further:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port or further:
         return None
-    return Address(parts.scheme, parts.hostname or "", port, parts.path.rstrip("/")) if known else None
+    return Address(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from ridgeline.data.examples import BadRecord, Template
 from ridgeline.serve.fields import Body, Number, Text, few
 from ridgeline.serve.grammar import MAX_DEPTH, Kind, depth
 from ridgeline.serve.openai import Sampled
@@ -202,15 +204,14 @@ class Message(Body):
         return value
 
     def plain(self, in_parts: bool = False) -> dict[str, Any]:
-        """As templates take it; with ``in_parts`` a content that came in parts stays so."""
+        """As templates take it; with ``in_parts`` a user's or an assistant's content that came in parts stays so."""
         content: str | list[dict[str, Any]] = ""
         if isinstance(self.content, str):
             content = self.content
         elif self.content:
             parts = [{"type": "text", "text": p} if isinstance(p, str) else p.plain() for p in self.content]
-            content = (
-                parts if in_parts and self.role in ("user", "assistant") else "\n".join(part["text"] for part in parts)
-            )
+            as_list = in_parts and self.role in ("user", "assistant")
+            content = parts if as_list else "\n".join(part["text"] for part in parts)
         more = {"name": self.name, "reasoning": self.reasoning, "reasoning_content": self.reasoning_content,
                 "tool_call_id": self.tool_call_id,
                 "tool_calls": [call.plain() for call in self.tool_calls] if self.tool_calls else None}  # fmt: skip
@@ -388,3 +389,29 @@ def _moved(schema: Any, root: str) -> Any:
     ref = schema.get("$ref")
     moved = {"$ref": root + ref[1:]} if isinstance(ref, str) and ref.startswith("#") else {}
     return {key: _moved(part, root) for key, part in schema.items()} | moved
+
+
+def rendered(
+    template: Template, messages: Sequence[Message], prompt: bool, open_end: bool, variables: dict[str, Any]
+) -> str:
+    """The text of a conversation; with ``prompt`` the beginning of an answer follows, with ``open_end`` it ends with
+    the last message's text. Raises :class:`BadRecord` for messages that the template does not take."""
+    plain = [m.plain(template.reads_parts) for m in messages]
+    if ".thinking" in template.source:  # gpt-oss's name of what others call reasoning
+        plain = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in plain]
+    if "developer" not in template.source:  # OpenAI's newer name of what templates know as system
+        plain = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain]
+    text = template.render(plain, prompt=prompt, **variables)
+    if not open_end:
+        return text
+    last = plain[-1]["content"]
+    return _until(text, last if isinstance(last, str) else last[-1]["text"])
+
+
+def _until(text: str, last: str) -> str:
+    """``text`` up to the end of the ``last`` message's content, which templates may strip."""
+    begins = text.rfind(last.strip())
+    if begins < 0 or not last.strip():
+        raise BadRecord("the chat template does not show the last message's text")
+    ends = begins + len(last.lstrip())
+    return text[:ends] if text[begins:ends] == last.lstrip() else text[: begins + len(last.strip())]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ridgeline.data.examples import BadRecord, Template
 from ridgeline.serve.call_formats import CallFormat
-from ridgeline.serve.chat import ChatBatch, ChatCompletion, ChatOptions, Message, Tokenize
+from ridgeline.serve.chat import ChatBatch, ChatCompletion, ChatOptions, Message, Tokenize, rendered
 from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.engine_loop import ASLEEP, EngineLoop
 from ridgeline.serve.fields import Side, prompts_of
@@ -387,15 +387,7 @@ class Service:
         if self.template is None:
             raise Invalid("messages", "the checkpoint has no chat template", "use /v1/completions, or --chat-template")
         try:
-            plain = [m.plain(self.template.reads_parts) for m in messages]
-            if ".thinking" in self.template.source:  # gpt-oss's name of what others call reasoning
-                plain = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in plain]
-            if "developer" not in self.template.source:  # OpenAI's newer name of what templates know as system
-                plain = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain]
-            text = self.template.render(plain, prompt=prompt, **variables)
-            if open_end:
-                last = plain[-1]["content"]
-                text = _until(text, last if isinstance(last, str) else last[-1]["text"])
+            text = rendered(self.template, messages, prompt, open_end, variables)
         except BadRecord as e:
             raise Invalid("messages", str(e), "write messages that the template takes") from None
         tokens = self._cut(self._encode(text, "messages", special), most, side)
@@ -484,15 +476,6 @@ class Service:
             timed=self.request_metrics, token_ids=bool(body.return_token_ids),
             named_by_id=self.tokens_as_ids if as_ids is None else as_ids,
         )  # fmt: skip
-
-
-def _until(text: str, last: str) -> str:
-    """``text`` up to the end of the ``last`` message's content, which templates may strip."""
-    begins = text.rfind(last.strip())
-    if begins < 0 or not last.strip():
-        raise BadRecord("the chat template does not show the last message's text")
-    ends = begins + len(last.lstrip())
-    return text[:ends] if text[begins:ends] == last.lstrip() else text[: begins + len(last.strip())]
 
 
 def salt_of(key: bytes, own: str | None) -> bytes:
