@@ -50,6 +50,9 @@ def products(rows: int, weights: dict[str, list]) -> dict[str, list[Callable[[],
             calls[name] = [partial(layer, x) for layer in held]
             continue
         calls[name] = [partial(F.linear, x.to(w.dtype), w) for w in held]
+        if name == "fp32":  # as in products.py; PyTorch takes oneDNN for bf16 itself
+            calls["fp32, oneDNN"] = [partial(torch.ops.mkldnn._linear_pointwise, x, w, None, "none", [], "")
+                                     for w in held]  # fmt: skip
         if rows <= DENSE_ROWS:
             calls[f"{name}, ours"] = [partial(ours, w, x, y) for w in held]
     return calls

@@ -185,6 +185,9 @@ def decode(checkpoint: Path, rounds: int, new: int = 64) -> dict[str, Any]:
         times = in_turns(runs, rounds)
     result["tokens_per_s"] = {n: new / statistics.median(s) for n, s in times.items()}
     result["speedup_over_fp32"] = {n: statistics.median(times["fp32"]) / statistics.median(s) for n, s in times.items()}
+    for n in ("int8", "int4"):
+        if (peer := f"llama.cpp {n}") in times:
+            result[f"{n} over llama.cpp"] = ratios({n: times[n], peer: times[peer]}, n)[peer]
     bits = {"fp32": 32, "int8": 8.0, "int4": 4.5}
     head = spec.vocab_size * spec.hidden_size
     body = spec.num_parameters - 2 * head

@@ -29,6 +29,7 @@ from ridgeline.measure.probing.gpu_operators import operator_rows
 from ridgeline.measure.probing.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
 from ridgeline.measure.probing.probe_serving import serving_costs
 from ridgeline.measure.probing.probe_timer import CACHE_BYTES, Timer, Work, rate, steady
+from ridgeline.nn.kernels.products import choose_products, linear
 from ridgeline.nn.model.attention import BACKENDS, Mask
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.nn.model.mlp import gated
@@ -157,7 +158,7 @@ def _linear(device: torch.device, dtype: torch.dtype, name: str, m: int, n: int,
             torch.randn(n, k, device=device, dtype=dtype, requires_grad=True),
         )
 
-    return Work("gemm", name, make, F.linear, flops=2.0 * m * n * k)
+    return Work("gemm", name, make, linear, flops=2.0 * m * n * k)
 
 
 def _low(timer: Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, Any]]:
@@ -192,7 +193,9 @@ def _expanding(timer: Timer, layer: list[nn.Module], name: str, few: int, latenc
 
 
 def _plain(dtype: torch.dtype, out: int, width: int) -> nn.Linear:
-    return nn.Linear(width, out, bias=False, dtype=dtype)
+    layer = nn.Linear(width, out, bias=False, dtype=dtype)
+    choose_products(layer)
+    return layer
 
 
 def _codes(out: int, width: int, bits: int, group: int) -> Packed:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels.backends import GatedKernel
 from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
+from ridgeline.nn.kernels.products import linear
 from ridgeline.nn.model.loss import IGNORE
 
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
@@ -171,7 +171,7 @@ def _product_gradients(
         dw = list(whole.split(sizes))
     if biases[0] is not None and biases[0].requires_grad:
         db = list(d.sum(0, dtype=_wide(d)).to(biases[0].dtype).split(sizes))
-    return torch.mm(d, w), dw, db
+    return linear(d, w.t()), dw, db
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -184,7 +184,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, kernel: GatedKernel | None,
                 *parts: Tensor | None) -> Tensor:  # fmt: skip
-        both = F.linear(x, merged, bias)
+        both = linear(x, merged, bias)
         if kernel is not None:
             y = kernel.forward(both)
         else:
@@ -217,7 +217,7 @@ class _QKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: Any,
                 *parts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        out = F.linear(x, merged, bias)
+        out = linear(x, merged, bias)
         sizes = [p.shape[0] for p in parts[:3] if p is not None]
         turned = (sizes[0] + sizes[1]) // head_dim
         if rope is not None:
@@ -369,7 +369,7 @@ class _LinearLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
         for start in range(0, x.shape[0], rows):
             part, target = x[start : start + rows], labels[start : start + rows]
-            logits = F.linear(part, w, None if bias is None else bias.to(dtype))
+            logits = linear(part, w, None if bias is None else bias.to(dtype))
             total += loss_and_gradient(logits, target, need_x or need_w)
             if dx is not None:
                 torch.mm(logits, w, out=dx[start : start + rows])

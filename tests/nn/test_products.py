@@ -1,0 +1,131 @@
+"""Products in fp32 by oneDNN are those of ``F.linear``, and what they do not suit is computed as before."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ridgeline import catalog
+from ridgeline.nn.kernels import products
+from ridgeline.nn.model.init import build
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Shapes of the products that oneDNN computed, as on a CPU where it is the faster."""
+    monkeypatch.setattr(products, "by_onednn", lambda: True)
+    shapes, plain = [], products._product
+
+    def count(x, weight, bias):
+        shapes.append((*x.shape, *weight.shape))
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(products, "_product", count)
+    return shapes
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    monkeypatch.setattr(products, "LARGE", 0)
+
+
+def leaves(*shapes, **options):
+    return [torch.randn(s, generator=torch.Generator().manual_seed(i), **options) for i, s in enumerate(shapes)]
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("shape", [(7, 24), (2, 5, 24), (1, 1, 24), (0, 24)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("trained", ["", "xwb", "x", "w", "b"])
+def test_result_and_gradients(taken, shape, transposed, trained):
+    x, w, b = leaves(shape, (24, 16) if transposed else (16, 24), (16,))
+    w = w.t() if transposed else w
+    given = [t.detach().requires_grad_(name in trained) for name, t in zip("xwb", (x, w, b), strict=True)]
+    wide = [t.detach().double().requires_grad_(t.requires_grad) for t in given]
+    y, expected = products.linear(*given), F.linear(*wide)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    assert taken == [(*shape, 16, 24)]
+    if trained:
+        d = torch.randn_like(expected)
+        y.backward(d.float())
+        expected.backward(d)
+        for own, other in zip(given, wide, strict=True):
+            assert (own.grad is None) == (other.grad is None)
+            if own.grad is not None:
+                torch.testing.assert_close(own.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("any_size")
+def test_gradients_of_gradients(taken):
+    x, w = (t.requires_grad_() for t in leaves((5, 24), (16, 24)))
+    found = []
+    for linear in (products.linear, F.linear):
+        (dx,) = torch.autograd.grad(linear(x, w).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), (x, w)))
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-2)
+    assert taken
+
+
+def test_what_it_does_not_suit(taken):
+    large = torch.randn(1 << 11, 1 << 10)
+    for x, w in [
+        (torch.randn(4, 8), torch.randn(6, 8)),
+        (torch.randn(1 << 10), large),
+        (torch.randn(2, 1 << 10).double(), large.double()),
+        (torch.randn(2, 1 << 10).bfloat16(), large.bfloat16()),
+        (torch.randn(2, 1 << 10, device="meta"), large.to("meta")),
+    ]:
+        y = products.linear(x, w)
+        assert y.is_meta or torch.equal(y, F.linear(x, w))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert products.linear(torch.randn(2, 1 << 10), large).dtype is torch.bfloat16
+    assert not taken
+    products.linear(torch.randn(2, 1 << 10), large)
+    products.linear(torch.randn(1 << 8, 1 << 9), large.view(1 << 12, 1 << 9)[: 1 << 9])
+    assert taken == [(2, 1 << 10, 1 << 11, 1 << 10), (1 << 8, 1 << 9, 1 << 9, 1 << 9)]
+
+
+@pytest.mark.usefixtures("any_size")
+def test_copies_of_a_layer_are_their_own_and_changed_layers_compute_themselves(taken):
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    layer = nn.Linear(8, 6)
+    products.choose_products(layer)
+    x, one = torch.randn(3, 8), layer(torch.zeros(1, 8)) + 1
+    for own in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        with torch.no_grad():
+            own.weight.zero_()
+            own.bias.fill_(1)
+        assert torch.equal(own(x), torch.ones(3, 6))
+    assert not torch.equal(layer(torch.zeros(1, 8)), one), "the layer itself is as it was"
+    before, count = layer(x), len(taken)
+    layer.__class__ = Twice
+    torch.testing.assert_close(layer(x), 2 * before)
+    assert len(taken) == count
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny"])
+def test_a_model_computes_the_same_either_way(taken, monkeypatch, name):
+    spec = catalog.model(name)
+    ids = torch.randint(spec.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1))
+    found = []
+    for on in (True, False):
+        monkeypatch.setattr(products, "by_onednn", lambda on=on: on)
+        model, count = build(spec), len(taken)
+        loss = model(ids).float().logsumexp(-1).sum()
+        loss.backward()
+        assert (len(taken) > count) == on
+        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    peak = max(float(g.abs().max()) for g in found[1][1].values())  # keys' biases have gradients of rounding alone
+    for n, grad in found[0][1].items():
+        torch.testing.assert_close(grad, found[1][1][n], rtol=1e-4, atol=1e-5 * peak, msg=n)
