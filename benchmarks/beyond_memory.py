@@ -276,15 +276,15 @@ def forget(checkpoint: str) -> None:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def vocabulary(file: Path) -> None:
-    """A byte-level BPE tokenizer with the model's number of tokens, of a module of Python's."""
+def vocabulary(file: Path, size: int = MODEL.vocab_size) -> None:
+    """A byte-level BPE tokenizer of ``size`` tokens, of Python's modules."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=MODEL.vocab_size, special_tokens=["<|endoftext|>"],
-                                  initial_alphabet=alphabet, show_progress=False)  # fmt: skip
-    tokenizer.train([argparse.__file__], trainer)
-    assert tokenizer.get_vocab_size() == MODEL.vocab_size
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet,
+                                  show_progress=False)  # fmt: skip
+    tokenizer.train([str(p) for p in sorted(Path(argparse.__file__).parent.glob("[a-h]*.py"))], trainer)
+    assert tokenizer.get_vocab_size() == size
     tokenizer.save(str(file))
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from beyond_memory import vocabulary
 
 from ridgeline import catalog
 from ridgeline.measure.environment import fingerprint
@@ -400,6 +401,7 @@ def main() -> None:
         if a.checkpoint is None:
             a.checkpoint = Path(folder)
             save_checkpoint(build(catalog.model("llama-mini")), a.checkpoint)
+            vocabulary(a.checkpoint / "tokenizer.json", catalog.model("llama-mini").vocab_size)
         result: dict[str, Any] = {"environment": {**fingerprint(), "threads": torch.get_num_threads(),
                                                   "load": os.getloadavg()[0]}}  # fmt: skip
         for name in a.only.split(","):

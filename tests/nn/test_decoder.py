@@ -46,12 +46,15 @@ def both(model):
             prefill(model, ids[:, :-1], cache)
         want = decode(model, ids[:, -1], caches[0])
         x = model.embed(ids[:, -1:], None, None, BEFORE)[:, 0]
-        rope = None if model.rotary is None else model.rotary.tables(None, BEFORE, 1, x.device, x.dtype)
+        rope = None if model.rotary is None else model.rotary.tables(None, 0, BEFORE + 1, x.device, x.dtype)
         held = list(caches[1].values())
         at = Singles(torch.arange(BATCH), torch.zeros(BATCH, 1, dtype=torch.int32),
                      torch.full((BATCH,), BEFORE + 1, dtype=torch.int32), BEFORE + 2)  # fmt: skip
-        y = Decoder(model)(x, rope, Pool.contiguous(held), at, torch.full((BATCH,), BEFORE))
-        got = model.head(y if model.norm is None else model.norm(y))
+        decoder, places = Decoder(model), torch.full((BATCH,), BEFORE)
+        y = decoder(x, rope, places, Pool.contiguous(held), at, places)
+        if model.norm is not None:
+            y = decoder.norm(y)
+        got = model.head(y)
     apart = max(
         float((getattr(a, at)[:, :, : BEFORE + 1] - getattr(b, at)[:, :, : BEFORE + 1]).abs().max())
         for a, b in zip(caches[0].values(), held, strict=True) for at in ("keys", "values")
@@ -184,7 +187,9 @@ def test_a_step_writes_the_codes_that_operators_write(kind, dtype):
     )
     x = torch.randn(2, spec.hidden_size, generator=generator).to(dtype)
     assert model.rotary is not None
-    rope = model.rotary.tables(torch.tensor([17, 6]), 0, 1, x.device, dtype)
+    places = torch.tensor([17, 6])
+    tables = model.rotary.tables(None, 0, 40, x.device, dtype)
+    rope = (tables[0][places], tables[1][places])
     layout.slots, layout.singles, layout.kernel = new, at, cpu_paged_attention
     layout.pieces = [Piece(i, i + 1, [], False, n, array("i", row.tolist())) for i, (row, n) in
                      enumerate(zip(table, (18, 7), strict=True))]  # fmt: skip
@@ -196,7 +201,7 @@ def test_a_step_writes_the_codes_that_operators_write(kind, dtype):
                 store.write(torch.arange(40), rows[None].to(dtype))
         pools.append(layers)
     with torch.inference_mode():
-        got = Decoder(model)(x, rope, Pool.paged(pools[0]), at, new)
+        got = Decoder(model)(x, tables, places, Pool.paged(pools[0]), at, new)
         want = x[None]
         for block_, cache in zip(model.layers.values(), pools[1], strict=True):
             want = block_(want, Mask(None, False), rope, cache)
@@ -221,6 +226,18 @@ def test_dense_products_of_few_rows(dtype, out, width):
         native.dense_linear(given, x[:m], y)
         want = torch.nn.functional.linear(x[:m].double(), weight.double(), bias.double())
         assert torch.allclose(y.double(), want, rtol=1e-4, atol=1e-4 * width**0.5)
+
+
+@pytest.mark.parametrize("kind", ["finite", "nan", "inf", "-inf", "some -inf", "last nan"])
+@pytest.mark.parametrize("width", [5, 37, 4096])
+def test_rows_without_a_finite_logit(kind, width):
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+    x[1] = {"finite": x[1], "nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}.get(kind, x[1])
+    if kind == "some -inf":
+        x[1, ::2] = -torch.inf
+    if kind == "last nan":
+        x[1, -1] = torch.nan
+    assert native.finite(x) == torch.isfinite(x.amax(1)).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,7 @@ from ridgeline.serve.draft_tree import child, moves
 from ridgeline.serve.outputs import Outputs
 from ridgeline.serve.request import TokenLogprob
 from ridgeline.serve.runner import Runner
-from ridgeline.serve.sampler import NOT_FINITE, Sampler, put
+from ridgeline.serve.sampler import NOT_FINITE, Sampler, finite_rows, put
 from ridgeline.serve.scheduler import Scheduler
 from ridgeline.serve.sequence import Sequence
 
@@ -76,7 +76,7 @@ class NextTokens:
         # A GPU's sampler looks at its rows itself, so that the host waits once.
         checked = [i for i, (seq, _) in enumerate(ready) if device.type == "cpu" or seq.group.beams is not None]
         if checked:
-            good = torch.isfinite(logits.amax(1)).tolist()
+            good = finite_rows(logits)
             for i in checked:
                 if not good[i] and ready[i][0].finish is None:
                     self.outputs.fail(ready[i][0], NO_LOGITS)

@@ -362,15 +362,15 @@ class Runner:
     def layers(self, x: Tensor, at: Tensor, names: tuple[str, ...] = ()) -> Tensor:
         """The layers on this rank, or those of ``names``, [1, T, H] → [1, T, H]."""
         decoder = None if names and len(names) < len(self.model.layers) else self.decoder
-        ropes = {kind: None if t is None else (t[0][at], t[1][at]) for kind, t in self._tables.items()}
-        scale = temperature(self.model.spec, at, 0, 0, at.device)
-        scaled = NO_MASK if scale is None else NO_MASK._replace(scale=scale)
         s = self.layout.singles
         if decoder is not None and s is not None and len(s.rows) == x.shape[1] <= decoder.most_rows:
             if self._described is None:
                 self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
             self._await(len(self.cache) - 1)
-            return decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
+            return decoder(x[0], next(iter(self._tables.values())), at, self._described, s, self.layout.slots)[None]
+        ropes = {kind: None if t is None else (t[0][at], t[1][at]) for kind, t in self._tables.items()}
+        scale = temperature(self.model.spec, at, 0, 0, at.device)
+        scaled = NO_MASK if scale is None else NO_MASK._replace(scale=scale)
         for i, name in enumerate(names or self.model.layers):
             block = self.model.layers[name]
             kind = bool(block.windowed)
@@ -387,6 +387,9 @@ class Runner:
 
     def norm(self, x: Tensor) -> Tensor:
         """The final norm, where the family has one."""
+        known = None if self.decoder is None else self.decoder.norm(x[0])
+        if known is not None:
+            return known[None]
         out: Tensor = x if self.model.norm is None else self.model.norm(x)
         return out
 

@@ -241,6 +241,14 @@ def give_back(seqs: list[Sequence], uniform: list[float]) -> None:
             seq.returned.insert(0, number)
 
 
+def finite_rows(logits: Tensor) -> list[bool]:
+    """Which rows of ``logits`` [R, V] have a token to choose: their largest is a finite number, and none is NaN."""
+    if logits.is_cpu and logits.dtype == torch.float32 and native.library() is not None:
+        return native.finite(logits.contiguous())
+    good: list[bool] = torch.isfinite(logits.amax(1)).tolist()
+    return good
+
+
 def _by_kernel(logits: Tensor, settings: list[Sampling], uniform: list[float]) -> list[int]:
     """The same choices by the compiled kernel."""
     choices = [(0.0, 1.0, 0.0, 0.0, 0) if s.greedy else (s.temperature, s.top_p, s.min_p, number, s.top_k)

@@ -88,10 +88,10 @@ struct Layer {
 
 struct Step {
   float* x;                  // [rows, hidden]: the residual stream, in place
-  const float *cosine, *sine;  // [rows, width], or null: no rotary embedding; sine as in nn/model/rotary.py
-  const int64_t* slots;      // [rows]: where the new keys and values go
+  const void *cosine, *sine;  // [places, width] of type `turns`, or null: no rotary embedding; as in nn/model/rotary.py
+  const int64_t *at, *slots;  // [rows]: positions, and where the new keys and values go
   Pages pages;
-  int64_t rows, hidden, heads, groups, width, inner, act;
+  int64_t rows, hidden, heads, groups, width, inner, act, turns;
   double query_scale, residual;
 };
 
@@ -248,7 +248,7 @@ void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int th
 #pragma omp parallel num_threads(threads)
   {
     Team team;
-    std::vector<float> room(std::max(s.hidden, 2 * s.width)), scores;
+    std::vector<float> room(std::max(s.hidden, 3 * s.width)), scores;
     auto norm = [&](const Norm& n) {
       team.coded = -1;
 #pragma omp for
@@ -271,8 +271,12 @@ void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int th
           float* one = query ? q + i * queries + h * s.width : (key ? k : v) + i * others + g * s.width;
           const Norm& n = query ? layer.q_norm : layer.k_norm;
           if ((query || key) && n.weight) norm_row(one, n, s.width, one, room.data());
-          if ((query || key) && s.cosine)
-            turn(one, s.cosine + i * s.width, s.sine + i * s.width, s.width, room.data());
+          if ((query || key) && s.cosine) {
+            float *cosine = room.data() + s.width, *sine = cosine + s.width;
+            load<float>(s.cosine, int(s.turns), s.at[i] * s.width, s.width, cosine);
+            load<float>(s.sine, int(s.turns), s.at[i] * s.width, s.width, sine);
+            turn(one, cosine, sine, s.width, room.data());
+          }
           if (query) {
 #pragma omp simd
             for (int64_t j = 0; j < s.width; j++) one[j] *= float(s.query_scale);
@@ -366,6 +370,12 @@ void rl_paged_attention(const float* q, float* out, const Cache* keys, const Cac
         attend(q + at, out + at, repeat, width, *keys, *values, *pages, i, g, window, *changes, room);
       }
   }
+}
+
+// y[rows, size] = norm of x[rows, size], of few rows.
+void rl_norm(const Norm* n, const float* x, float* y, int64_t rows, int64_t size) {
+  static thread_local std::vector<float> room;
+  for (int64_t i = 0; i < rows; i++) norm_row(x + i * size, *n, size, y + i * size, at_least(room, size));
 }
 
 // Decoder layers on the newest token of each sequence, in place.

@@ -47,8 +47,11 @@ def library() -> ctypes.CDLL | None:
     loaded.rl_sample.argtypes = [pointer, whole, whole, ctypes.POINTER(Choice), pointer, whole]
     loaded.rl_lowbit_expand.argtypes = [ctypes.POINTER(Linear), whole, whole, pointer, whole, whole]
     loaded.rl_dense_linear.argtypes = [ctypes.POINTER(Linear), pointer, pointer, *(whole,) * 3]
+    loaded.rl_norm.argtypes = [ctypes.POINTER(Norm), pointer, pointer, whole, whole]
+    loaded.rl_finite.argtypes = [pointer, whole, whole, pointer, whole]
     for function in (loaded.rl_lowbit_linear, loaded.rl_lowbit_expand, loaded.rl_dense_linear,
-                     loaded.rl_paged_attention, loaded.rl_decode, loaded.rl_sample):  # fmt: skip
+                     loaded.rl_paged_attention, loaded.rl_decode, loaded.rl_sample, loaded.rl_norm,
+                     loaded.rl_finite):  # fmt: skip
         function.restype = None
     return loaded
 
@@ -163,8 +166,8 @@ class Layer(ctypes.Structure):
 class Step(ctypes.Structure):
     """One step of all layers."""
 
-    _fields_ = [*_fields("x cosine sine slots"), ("pages", Pages),
-                *_fields("", "rows hidden heads groups width inner act", "query_scale residual")]  # fmt: skip
+    _fields_ = [*_fields("x cosine sine at slots"), ("pages", Pages),
+                *_fields("", "rows hidden heads groups width inner act turns", "query_scale residual")]  # fmt: skip
 
 
 class Choice(ctypes.Structure):
@@ -209,6 +212,23 @@ def paged_attention(
     found.rl_paged_attention(q.data_ptr(), out.data_ptr(), keys, values, pages, q.shape[0], q.shape[1], groups,
                              q.shape[2], window, changes, torch.get_num_threads())  # fmt: skip
     return out
+
+
+def norm(described: Norm, x: Tensor, y: Tensor) -> None:
+    """``y`` = the norm of few rows ``x`` [R, size], both fp32 and contiguous."""
+    found = library()
+    assert found is not None
+    found.rl_norm(described, x.data_ptr(), y.data_ptr(), *x.shape)
+
+
+def finite(logits: Tensor) -> list[bool]:
+    """Which rows of ``logits`` [R, V] (fp32, contiguous) have a finite largest one and no NaN."""
+    found = library()
+    assert found is not None
+    rows, width = logits.shape
+    good = (ctypes.c_int8 * rows)()
+    found.rl_finite(logits.data_ptr(), rows, width, good, torch.get_num_threads())
+    return [bool(g) for g in good]
 
 
 def sample(logits: Tensor, choices: list[tuple[float, float, float, float, int]]) -> list[int]:

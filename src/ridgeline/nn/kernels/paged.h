@@ -9,6 +9,7 @@
 
 #include "mathematics.h"
 #include "storage.h"
+#include "vectors.h"
 
 namespace {
 
@@ -147,13 +148,63 @@ struct Changes {
   double cap;           // of soft caps; 0: none
 };
 
+// Scores [R, kKeys] of R query heads q [R, width] with `n` keys.
+template <int R>
+void score(const float* q, const float* const* keys, int64_t n, int64_t width, float* scores) {
+  const int64_t whole = width / kFloats * kFloats;
+  for (int64_t i = 0; i < n; i++) {
+    Floats sum[R];
+UNROLL
+    for (int r = 0; r < R; r++) sum[r] = no_floats();
+    for (int64_t j = 0; j < whole; j += kFloats) {
+      const Floats k = load_floats<F32>(keys[i], j);
+UNROLL
+      for (int r = 0; r < R; r++) sum[r] = multiply_add(load_floats<F32>(q, r * width + j), k, sum[r]);
+    }
+    for (int r = 0; r < R; r++) {
+      float dot = total(sum[r]);
+      for (int64_t j = whole; j < width; j++) dot += q[r * width + j] * keys[i][j];
+      scores[r * kKeys + i] = dot;
+    }
+  }
+}
+
+// Adds `n` values, weighted by R heads' scores [R, kKeys], to out [R, width].
+template <int R>
+void weigh(const float* scores, const float* const* values, int64_t n, int64_t width, float* out) {
+  const int64_t whole = width / kFloats * kFloats;
+  for (int64_t j = 0; j < whole; j += kFloats) {
+    Floats sum[R];
+UNROLL
+    for (int r = 0; r < R; r++) sum[r] = load_floats<F32>(out, r * width + j);
+    for (int64_t i = 0; i < n; i++) {
+      const Floats v = load_floats<F32>(values[i], j);
+UNROLL
+      for (int r = 0; r < R; r++) sum[r] = multiply_add(all_floats(scores[r * kKeys + i]), v, sum[r]);
+    }
+UNROLL
+    for (int r = 0; r < R; r++) store_floats(out + r * width + j, sum[r]);
+  }
+  for (int r = 0; r < R; r++)
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t j = whole; j < width; j++) out[r * width + j] += scores[r * kKeys + i] * values[i][j];
+}
+
+// Calls f(r, R) for all `repeat` heads, R of them from r on at a time.
+template <class F>
+void by_heads(int64_t repeat, F f) {
+  int64_t r = 0;
+  for (; r + 4 <= repeat; r += 4) f(r, std::integral_constant<int, 4>());
+  for (; r < repeat; r++) f(r, std::integral_constant<int, 1>());
+}
+
 // The query heads of one key head of one sequence, [repeat, width], already scaled → out [repeat, width]. `window`:
 // tokens that are seen, the newest; 0: all; negative: those of the last chunk of -window tokens.
 void attend(const float* q, float* out, int64_t repeat, int64_t width, const Cache& keys, const Cache& values,
             const Pages& p, int64_t row, int64_t head, int64_t window, const Changes& changes,
             std::vector<float>& room) {
-  float* buffer = at_least(room, width + repeat * (kKeys + 2));
-  float *scores = buffer + width, *peak = scores + repeat * kKeys, *sum = peak + repeat;
+  float* buffer = at_least(room, kKeys * width + repeat * (kKeys + 2));
+  float *scores = buffer + kKeys * width, *peak = scores + repeat * kKeys, *sum = peak + repeat;
   const int64_t length = p.lengths[row];
   const int64_t first = window < 0 ? (length - 1) / -window * -window : window && window < length ? length - window : 0;
   const int32_t* table = p.table + row * p.blocks;
@@ -167,16 +218,11 @@ void attend(const float* q, float* out, int64_t repeat, int64_t width, const Cac
     const int64_t n = std::min(kKeys, length - start);
     int64_t slot[kKeys];
     for (int64_t i = 0; i < n; i++) slot[i] = base + int64_t(table[(start + i) / p.block]) * p.block + (start + i) % p.block;
-    for (int64_t i = 0; i < n; i++) {
-      const float* k = cached(keys, slot[i], width, buffer);
-      for (int64_t r = 0; r < repeat; r++) {
-        const float* one = q + r * width;
-        float dot = 0;
-#pragma omp simd reduction(+ : dot)
-        for (int64_t j = 0; j < width; j++) dot += one[j] * k[j];
-        scores[r * kKeys + i] = dot;
-      }
-    }
+    const float* rows[kKeys];
+    for (int64_t i = 0; i < n; i++) rows[i] = cached(keys, slot[i], width, buffer + i * width);
+    by_heads(repeat, [&](int64_t r, auto some) {
+      score<some>(q + r * width, rows, n, width, scores + r * kKeys);
+    });
     for (int64_t r = 0; r < repeat; r++) {
       float* s = scores + r * kKeys;
       if (changes.cap > 0)
@@ -202,15 +248,10 @@ void attend(const float* q, float* out, int64_t repeat, int64_t width, const Cac
         for (int64_t j = 0; j < width; j++) to[j] *= shrink;
       }
     }
-    for (int64_t i = 0; i < n; i++) {
-      const float* v = cached(values, slot[i], width, buffer);
-      for (int64_t r = 0; r < repeat; r++) {
-        const float weight = scores[r * kKeys + i];
-        float* to = out + r * width;
-#pragma omp simd
-        for (int64_t j = 0; j < width; j++) to[j] += weight * v[j];
-      }
-    }
+    for (int64_t i = 0; i < n; i++) rows[i] = cached(values, slot[i], width, buffer + i * width);
+    by_heads(repeat, [&](int64_t r, auto some) {
+      weigh<some>(scores + r * kKeys, rows, n, width, out + r * width);
+    });
   }
   for (int64_t r = 0; r < repeat; r++) {
     const float inverse = 1.0f / sum[r];

@@ -228,6 +228,21 @@ int64_t choose(const float* x, int64_t n, const Choice& c, Work& work) {
 
 extern "C" {
 
+// Which of `rows` rows of `n` logits have neither NaN nor infinity as their largest.
+void rl_finite(const float* logits, int64_t rows, int64_t n, int8_t* finite, int64_t threads) {
+#pragma omp parallel for num_threads(int(threads)) if (rows * n > 1 << 16)
+  for (int64_t i = 0; i < rows; i++) {
+    const float* x = logits + i * n;
+    float peak = -std::numeric_limits<float>::infinity(), faulty = 0;
+#pragma omp simd reduction(max : peak) reduction(+ : faulty)
+    for (int64_t j = 0; j < n; j++) {
+      peak = x[j] > peak ? x[j] : peak;
+      faulty += x[j] == x[j] ? 0.0f : 1.0f;
+    }
+    finite[i] = faulty == 0 && std::isfinite(peak);
+  }
+}
+
 // A token for each of `rows` rows of `n` logits; -1 where nothing is above -infinity.
 void rl_sample(const float* logits, int64_t rows, int64_t n, const Choice* choices, int64_t* tokens, int64_t threads) {
 #pragma omp parallel num_threads(int(threads))

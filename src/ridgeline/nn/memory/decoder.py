@@ -87,6 +87,16 @@ class Decoder:
         self._pool: Pool | None = None
         self._head = model.head if type(model.head) is LMHead and type(model.head.out) is nn.Linear else None
         self._out = None if self._head is None else self._dense(self._head.out.weight, None)
+        self._last = self._norm(model.norm)
+
+    def norm(self, x: Tensor) -> Tensor | None:
+        """The model's final norm of rows ``x`` [R, H], in their dtype; None where there is none, or of many rows."""
+        if not self._last.weight or len(x) > DENSE_ROWS:
+            return None
+        rows = x.float().contiguous()
+        y = torch.empty_like(rows)
+        native.norm(self._last, rows, y)
+        return y.to(x.dtype)
 
     def logits(self, x: Tensor) -> Tensor | None:
         """Logits [R, V] of rows ``x`` [R, H], in their dtype; None where the model's head is another, or as fast."""
@@ -97,24 +107,26 @@ class Decoder:
         native.dense_linear(out, x.float().contiguous(), y)
         return head.scaled(y)
 
-    def __call__(self, x: Tensor, rope: Rope | None, pool: Pool, at: Singles, slots: Tensor) -> Tensor:
-        """``x`` [R, H], the newest tokens of the sequences ``at``, through all layers → [R, H] of the same dtype. New
-        keys and values go to the ``slots`` [R] int64 of the pool."""
+    def __call__(self, x: Tensor, rope: Rope | None, places: Tensor, pool: Pool, at: Singles, slots: Tensor) -> Tensor:
+        """``x`` [R, H], the newest tokens of the sequences ``at``, through all layers → [R, H] of the same dtype. Their
+        rows of the tables ``rope`` are ``places`` [R] int64, and new keys and values go to the ``slots`` [R] int64 of
+        the pool."""
         spec, rows, d = self.spec, x.shape[0], self.spec.head_dim
         if pool is not self._pool:
             for layer, (keys, values) in zip(self.layers, pool.caches, strict=True):
                 layer.keys, layer.values = keys, values
             self._pool = pool
         stream = x.float() if x.dtype != torch.float32 else x.clone()
-        tables = [t.reshape(-1, d).float().expand(rows, -1).contiguous() for t in rope or ()]
+        tables = [t.contiguous() for t in rope or ()]  # as they are made
         cosine, sine = [t.data_ptr() for t in tables] or (None, None)
         pages = Pages(
             at.table.data_ptr(), at.lengths.data_ptr(), at.table.shape[1], at.block, pool.slots, pool.sequence
         )
         step = Step(
-            stream.data_ptr(), cosine, sine, slots.data_ptr(), pages, rows, spec.hidden_size, spec.num_heads,
-            spec.num_kv_heads, d, spec.intermediate_size, ACTIVATIONS.index(spec.activation),
-            spec.query_scale * d**-0.5, spec.residual_multiplier or 1.0,
+            stream.data_ptr(), cosine, sine, places.data_ptr(), slots.data_ptr(), pages, rows, spec.hidden_size,
+            spec.num_heads, spec.num_kv_heads, d, spec.intermediate_size, ACTIVATIONS.index(spec.activation),
+            native.TYPES[tables[0].dtype] if tables else 0, spec.query_scale * d**-0.5,
+            spec.residual_multiplier or 1.0,
         )  # fmt: skip
         native.decode(step, self.layers)
         return stream.to(x.dtype)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.nn.memory.step_pages import Pages
+from ridgeline.nn.memory.step_pages import Pages, upload
 from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask, ScoreChanges, flash_attention, fused
 from ridgeline.nn.model.flash_blocks import computable
 from ridgeline.nn.quant.quantized_kv import KINDS, At
@@ -143,9 +143,10 @@ def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | 
     some = [p for p in pieces if len(p.blocks) and p.stop - p.start == 1 and not p.own]
     if not some:
         return None
-    numbers = torch.tensor([[p.start for p in some], [p.length for p in some]], device=device)
     table, each = table_of(some, block)
-    return Singles(numbers[0], torch.from_numpy(table).to(device), numbers[1].to(torch.int32), each)
+    rows, lengths = np.array([p.start for p in some]), np.array([p.length for p in some], dtype=np.int32)
+    placed, tables, counts = upload(device, rows, table, lengths)
+    return Singles(placed, tables, counts, each)
 
 
 def first_seen(at: int, window: int) -> int:

@@ -100,14 +100,14 @@ def make_pages(
 
 
 def upload(device: torch.device, *arrays: np.ndarray | Sequence[int]) -> list[Tensor]:
-    """Arrays of int64 or int32 (lists: int64) on the device, by one copy for which the host does not wait."""
+    """Arrays of int64 or int32 (lists: int64) on the device, by one copy for which the host does not wait; a CPU
+    reads them where they are."""
     given = [np.ascontiguousarray(a, dtype=None if isinstance(a, np.ndarray) else np.int64) for a in arrays]
+    if device.type == "cpu":
+        return [torch.from_numpy(a) for a in given]
     order = sorted(range(len(given)), key=lambda i: -given[i].itemsize)  # the wide ones first, so that all are aligned
     whole = torch.from_numpy(np.concatenate([given[i].ravel().view(np.uint8) for i in order]))
-    if device.type == "cuda":
-        whole = whole.pin_memory().to(device, non_blocking=True)
-    elif device.type != "cpu":
-        whole = whole.to(device)
+    whole = whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole.to(device)
     found: dict[int, Tensor] = {}
     at = 0
     for i in order:
