@@ -1,8 +1,8 @@
 """Products in fp32 on CPUs of other makers than Intel, by oneDNN.
 
-PyTorch computes them with MKL, which is made for Intel's. On an AMD EPYC (Zen 4) oneDNN takes 0.55 to 0.85 of MKL's
-time (``benchmarks/cpu_products.py``); only gradients of weights, whose operands would have to be copied, are slower.
-Other dtypes go to oneDNN in any case.
+PyTorch computes them with MKL, which is made for Intel's. On a core of an AMD EPYC (Zen 4) oneDNN takes 0.70 to 0.92
+of MKL's time (``benchmarks/cpu_products.py``); only gradients of weights, whose operands would have to be copied, are
+slower. Other dtypes go to oneDNN in any case.
 """
 
 from __future__ import annotations
