@@ -65,7 +65,7 @@ UNROLL
       for (int r = 0; r < R; r++) {
         const int64_t at = (first + r) * width + i + u * K::kStep;
         w[r] = K::weight(weight, at);
-        __builtin_prefetch(static_cast<const char*>(weight) + at * bytes + ahead);
+        __builtin_prefetch(static_cast<const char*>(weight) + at * bytes + ahead, 0, kNear);
       }
 UNROLL
       for (int m = 0; m < M; m++) {
