@@ -205,12 +205,13 @@ def test_it_sleeps_and_wakes(folder, adapter):
 def test_it_does_not_sleep_before_the_last_answer_is_sent(folder, monkeypatch):
     """The engine has ended a request whose end the server has not read yet."""
     with running(folder, apart=True, admin=["admin"]) as server:
-        held, plain = threading.Event(), server.engine._flush
+        reached, held, plain = threading.Event(), threading.Event(), server.engine._flush
 
         def flush():
             sent = bool(server.engine._outbox)
             plain()
             if sent and not held.is_set():
+                reached.set()
                 assert held.wait(60)
 
         monkeypatch.setattr(server.engine, "_flush", flush)
@@ -218,7 +219,8 @@ def test_it_does_not_sleep_before_the_last_answer_is_sent(folder, monkeypatch):
         short = {**LONG, "max_tokens": 3}
         asking = threading.Thread(target=lambda: said.append(call(server, "/v1/completions", short)))
         asking.start()
-        server.wait(lambda: server.loop.open_streams == 1)
+        assert reached.wait(60)
+        assert server.loop.open_streams == 1
         slept = []
         sleeping = threading.Thread(target=lambda: slept.append(call(server, "/sleep", {}, headers=KEY)[0]))
         sleeping.start()
