@@ -24,7 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
-            "ridgeline.train.trainer", "ridgeline.serve.build_engine")  # fmt: skip
+            "torch._dynamo", "torch.distributed.checkpoint.state_dict", "ridgeline.train.trainer",
+            "ridgeline.serve.build_engine")  # fmt: skip
 HANDED_OVER = ("RIDGELINE_HOME",)
 """Environment variables that tests set and the ranks must see."""
 
