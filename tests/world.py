@@ -24,7 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
-            "ridgeline.train.trainer")  # fmt: skip
+            "torch._dynamo", "torch.distributed.checkpoint.state_dict", "ridgeline.train.trainer",
+            "ridgeline.serve.build_engine")  # fmt: skip
 HANDED_OVER = ("RIDGELINE_HOME",)
 """Environment variables that tests set and the ranks must see."""
 
@@ -79,8 +80,7 @@ class World:
         return [answers[r] for r in range(self.ranks)]
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")  # one process imports what takes seconds, and all ranks are its forks
-        context.set_forkserver_preload(list(IMPORTED))
+        context = forks()
         self._folder = tempfile.mkdtemp(prefix="world-")
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
@@ -125,6 +125,13 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Any, path: list[str]) -> No
             except Exception as e:
                 pipe.send(("raised", (f"{type(e).__name__}: {e}", traceback.format_exc())))
     os._exit(0)  # peers may be gone: no library destructors
+
+
+def forks() -> Any:
+    """Where processes are forks of one that has imported what takes seconds."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    return context
 
 
 _WORLDS: dict[int, World] = {}

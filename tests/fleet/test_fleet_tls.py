@@ -184,7 +184,8 @@ def test_options_of_servers_that_are_the_fleets_own(tmp_path, ours):
     assert load_fleet(fleet_file(tmp_path, ours, members=different))[0].fleet.members == different
     for members, says in (
         (["far.example"], "not an address"), (["http://h:0"], "not an address"), (["ftp://h"], "not an address"),
-        (["http://h", "HTTP://H:80/"], "listed twice"),
+        (["http://h", "HTTP://H:80/"], "listed twice"), (["http://h:1?"], "not an address"),
+        (["http://h/#"], "not an address"), (["http://h:1/\x07"], "not an address"), ([" http://h"], "not an address"),
     ):  # fmt: skip
         result = CliRunner().invoke(app, ["router", *members, "--port", "0"])
         assert isinstance(result.exception, UserError), result.output

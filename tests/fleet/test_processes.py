@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -99,6 +100,7 @@ def test_a_fleet_of_processes(checkpoint, tmp_path):
         while sum("was restarted" in x for x in lines) < 2:
             assert text(count % 4) == expected[count % 4]
             count += 1
+            time.sleep(0.03)  # leave the processors to those that start
         assert count > 3
         assert manage("status").count(" up ") == 2
         assert "2 servers end" in manage("down")

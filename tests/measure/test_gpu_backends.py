@@ -88,6 +88,9 @@ def test_what_a_workload_may_ask_for():
     assert checked({"attention": "flashinfer"}) == {"attention.prefill": "flashinfer"}
     within = {"attention": {"decode": "torch"}, "norm": "liger"}
     assert checked(within) == {"attention.decode": "torch", "norm": "liger"}
+    for step in (1, -1):  # whatever comes first, a name of one operator means more than one of several
+        asked = dict([("attention", "torch"), ("attention.prefill", "flashinfer")][::step])
+        assert checked(asked) == {"attention.decode": "torch", "attention.prefill": "flashinfer"}
     with pytest.raises(UserError, match="unknown operator 'nrm' in kernels"):
         checked({"nrm": "liger"})
     with pytest.raises(UserError, match="unknown back end of norm 'ligr' in kernels"):

@@ -36,8 +36,8 @@ def broken(build):
 
 
 def picky(build):
-    """One that can not take a prompt which begins with token 9."""
-    engine = build()
+    """A slow one that can not take a prompt which begins with token 9."""
+    engine = slow(build)
     plain = engine.add
 
     def add(request):

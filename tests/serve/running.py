@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 from tests.compressing import LLAMA, checkpoint
+from tests.forked import engine_apart
 
 from ridgeline.nn.checkpoint.peft import save_lora, state_of
 from ridgeline.serve.app import create_app
@@ -83,15 +84,17 @@ class Running:
 
     def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(), connections=None,
                  root_path="", origins=(), options=None, tls=None, apart=False, **workload) -> None:  # fmt: skip
-        """``apart``: the engine has a process of its own, where a function given changes it."""
+        """``apart``: the engine has a process of its own; a function given changes it there, in a fork."""
         build = partial(
             load_engine,
             folder,
             [*DEFAULT_PLAN, *plan],
             **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload},
         )
-        changed = partial(apart, build) if callable(apart) else build
-        self.engine = RemoteEngine(changed).wait_ready() if apart else build()
+        self.engine = (
+            engine_apart(partial(apart, build)) if callable(apart)
+            else RemoteEngine(build).wait_ready() if apart else build()
+        )  # fmt: skip
         self.service = make_service(
             self.engine, folder, limits or QueueLimits(), name="tiny", options=options or Options()
         )

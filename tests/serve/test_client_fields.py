@@ -1,6 +1,7 @@
 """Fields that today's clients send by default, and the chat's own."""
 
 import json
+import re
 from urllib.request import Request, urlopen
 
 import pytest
@@ -350,7 +351,8 @@ def test_several_conversations_in_one_request(server, template):
 
 @pytest.mark.parametrize(("more", "param"), [
     ({"stream": True}, "stream"), ({"n": 2}, "n"), ({"use_beam_search": True}, "use_beam_search"),
-    ({"messages": []}, "messages"), ({"messages": [[]]}, "messages"), ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": []}, "messages"), ({"messages": [[]]}, "messages[0]"),
+    ({"messages": [{"role": "user"}]}, "messages[0]"),
 ])  # fmt: skip
 def test_what_several_conversations_cannot_be(server, template, more, param):
     template()
@@ -399,6 +401,9 @@ def test_a_template_that_reads_parts_is_given_them(server, template):
     both = "{% if c is string %}={{ c }}{% else %}{% for content in c %}[{{ content.text }}{{ content.lang }}]"
     for source in (
         "{% for part in messages[0]['content'] %}[{{ part.text }}{{ part.lang }}]{% endfor %}",
+        "{% for p in messages[0]['content'] | selectattr('type', 'equalto', 'text') | list %}[{{ p.text }}{{ p.lang }}]"
+        "{% endfor %}",
+        "{% for p in messages[0].content[:2] %}[{{ p.text }}{{ p.lang }}]{% endfor %}",
         "{% set c = messages[0].content %}" + both + "{% endfor %}{% endif %}{% for x in messages[0].content %}"
         "{% endfor %}",
     ):
@@ -411,8 +416,38 @@ def test_a_template_that_reads_parts_is_given_them(server, template):
     assert prompt_of(server, messages=[{"role": "assistant", "content": parts}], **open_end) == "Hithere"
 
 
-def test_parts_that_are_none(server):
-    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 5,
-                 {"type": "text", "text": "a", **{str(i): i for i in range(17)}}):  # fmt: skip
-        status, _, said = call(server, CONVERSATION, {"messages": [{"role": "user", "content": [part]}]})
-        assert (status, error(said)["param"]) == (400, "messages"), said
+TALK = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+WRONG = [
+    (CONVERSATION, "messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    (CONVERSATION, "messages[0].content[1].text",
+     {"messages": [{"role": "user", "content": ["a", {"type": "text"}]}]}),
+    (CONVERSATION, "messages[0].content[0]", {"messages": [{"role": "user", "content": [5]}]}),
+    (CONVERSATION, "messages[0].content[0]", {"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a", **{str(i): i for i in range(17)}}]}]}),
+    (CONVERSATION, "messages[0].content[0].x", {"messages": [
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "a", "x": 1}]}]}),
+    (CONVERSATION, "messages[0].content", {"messages": [{"role": "user", "content": ["a"] * 1025}]}),
+    (CONVERSATION, "messages[0]", {"messages": [5]}),
+    (CONVERSATION, "tool_choice.function.x", {"tool_choice": {"type": "function", "function": {"name": "f", "x": 1}}}),
+    (CONVERSATION, "kv_transfer_params.remote_port", {"kv_transfer_params": {"remote_port": "x"}}),
+    (CONVERSATION, "kv_transfer_params.prompt_token_ids[1]", {"kv_transfer_params": {"prompt_token_ids": [1, "a"]}}),
+    (CONVERSATION, "kv_transfer_params", {"kv_transfer_params": 5}),
+    (CONVERSATION, "stop[1]", {"stop": ["a", 5]}),
+    (COMPLETION, "prompt[1][0]", {"prompt": [[1], ["a"]]}),
+    ("/v1/responses", "input[0].content[0].x",
+     {"input": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}),
+    ("/v1/responses", "input[0].content", {"input": [{"role": "user", "content": TALK[0]["content"] * 1025}]}),
+    ("/v1/messages", "messages[0].content[0].citations",
+     {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "citations": 5}]}]}),
+    ("/v1/messages", "messages[0].content", {"messages": [{"role": "user", "content": TALK[0]["content"] * 1025}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "param", "more"), WRONG)
+def test_a_fault_is_told_where_the_body_has_it(server, path, param, more):
+    plain = {"prompt": "a"} if path == COMPLETION else {"input": "a"} if "responses" in path else {"messages": TALK}
+    status, _, said = call(server, path, {**plain, "max_tokens": 2, **more} if "input" not in plain else more)
+    assert (status, error(said)["param"]) == (400, param), said
+    message = error(said)["message"]
+    assert message.startswith((f"{param}: ", f"unknown field '{param}'"))
+    assert not re.search(r"union|list\[|instance|[A-Z]\w+(Part|Choice|Message|Block|Transfer)", message)

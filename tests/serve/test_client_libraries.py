@@ -169,8 +169,8 @@ def test_openai_agents(asked):
 
 
 def test_aiperf(server, folder, tmp_path):
-    """A load of chats, with what our server counts beside what the client does. aiperf takes tokenizers by their names
-    on a hub only: here from a hub's cache."""
+    """A load of completions, which streams and reports as it does of other servers. aiperf takes tokenizers by their
+    names on a hub only: here from a hub's cache."""
     needs("aiperf")
     known, revision = tmp_path / "hub" / "models--tests--tiny", "0" * 40
     (known / "refs").mkdir(parents=True)

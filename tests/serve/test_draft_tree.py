@@ -345,15 +345,26 @@ def test_a_draft_that_is_dropped_keeps_no_blocks(llama, tmp_path, reserve):
     eng = always(engine(llama, *plan, max_num_batched_tokens=64, kv_cache_bytes=1 << 20))
     for i in range(4):  # whose trees do not fit a step together
         eng.add(ask(str(i), [i + 1, 2, 3, 4, 5], 24))
-    dropped = 0
+
+    def held(seqs):
+        for seq in seqs:
+            most = eng.scheduler._longest(seq) if eng.limits.reserve else len(seq.tokens)
+            assert len(seq.blocks) <= eng.blocks.needed(max(most, len(seq.tokens)))
+
+    def schedule():
+        drafted = [seq for seq in eng.scheduler.running if seq.draft]
+        batch = plain()
+        dropped.append([seq for seq in drafted if not seq.draft and seq in eng.scheduler.running])
+        held(dropped[-1])
+        return batch
+
+    dropped, plain = [], eng.scheduler.schedule
+    eng.scheduler.schedule = schedule
     while eng.has_work():
         eng.step()
         eng.check()
-        for seq in eng.scheduler.running:
-            most = eng.scheduler._longest(seq) if eng.limits.reserve else len(seq.tokens)
-            assert len(seq.blocks) <= eng.blocks.needed(max(most, len(seq.tokens)))
-            dropped += 1
-    assert dropped
+        held(eng.scheduler.running)
+    assert any(dropped)
 
 
 def test_memory_counts_what_a_head_keeps(llama, tmp_path):

@@ -6,11 +6,11 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from functools import partial
 
 import psutil
 import pytest
+from tests.forked import engine_apart
 from tests.serve import apart
 from tests.serve.running import lora, process, running
 from tests.serve.test_reliability import LONG, call, error, opened
@@ -50,17 +50,15 @@ def server(servers):
     return servers[1]
 
 
+@pytest.fixture(scope="module")
+def slow(folder):
+    """Slow, so that tests see requests on their way, and soon ill where a step lasts."""
+    with running(folder, apart=apart.picky, admin=["admin"], limits=QueueLimits(stall=0.5)) as s:
+        yield s
+
+
 def loading(folder):
     return partial(load_engine, folder, DEFAULT_PLAN, kv_cache_bytes=1 << 20, max_num_batched_tokens=64)
-
-
-@contextmanager
-def remote(folder, change=None):
-    engine = RemoteEngine(partial(change, loading(folder)) if change else loading(folder)).wait_ready()
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def answers(servers, path, body):
@@ -188,66 +186,67 @@ def test_adapters_come_and_go(servers, adapter):
     assert said[servers[0]] == said[servers[1]]
 
 
-def test_it_sleeps_and_wakes(folder, adapter):
+def test_it_sleeps_and_wakes(server, adapter):
     body = {"prompt": "The cat", "max_tokens": 9, "temperature": 0, "model": "own"}
-    with running(folder, apart=True, admin=["admin"], plan=["multi_adapter"]) as server:
-        named = {"lora_name": "own", "lora_path": str(adapter)}
-        assert call(server, "/v1/load_lora_adapter", named, headers=KEY)[0] == 200
-        before = json.loads(call(server, "/v1/completions", body)[2])["choices"]
-        for _ in range(2):
-            assert call(server, "/sleep", {}, headers=KEY)[0] == 200
-            assert call(server, "/v1/completions", body)[0] == 503
-            assert call(server, "/health")[0] == 200
-            assert call(server, "/wake_up", {}, headers=KEY)[0] == 200
-            assert json.loads(call(server, "/v1/completions", body)[2])["choices"] == before
-
-
-def test_it_does_not_sleep_before_the_last_answer_is_sent(folder, monkeypatch):
-    """The engine has ended a request whose end the server has not read yet."""
-    with running(folder, apart=True, admin=["admin"]) as server:
-        reached, held, plain = threading.Event(), threading.Event(), server.engine._flush
-
-        def flush():
-            sent = bool(server.engine._outbox)
-            plain()
-            if sent and not held.is_set():
-                reached.set()
-                assert held.wait(60)
-
-        monkeypatch.setattr(server.engine, "_flush", flush)
-        said = []
-        short = {**LONG, "max_tokens": 3}
-        asking = threading.Thread(target=lambda: said.append(call(server, "/v1/completions", short)))
-        asking.start()
-        assert reached.wait(60)
-        assert server.loop.open_streams == 1
-        slept = []
-        sleeping = threading.Thread(target=lambda: slept.append(call(server, "/sleep", {}, headers=KEY)[0]))
-        sleeping.start()
-        server.wait(lambda: server.loop._inbox)
-        held.set()
-        sleeping.join(60)
-        asking.join(60)
-        assert slept == [503]
-        assert [status for status, _, _ in said] == [200]
+    named = {"lora_name": "own", "lora_path": str(adapter)}
+    assert call(server, "/v1/load_lora_adapter", named, headers=KEY)[0] == 200
+    before = json.loads(call(server, "/v1/completions", body)[2])["choices"]
+    for _ in range(2):
         assert call(server, "/sleep", {}, headers=KEY)[0] == 200
+        assert call(server, "/v1/completions", body)[0] == 503
+        assert call(server, "/health")[0] == 200
+        assert call(server, "/wake_up", {}, headers=KEY)[0] == 200
+        assert json.loads(call(server, "/v1/completions", body)[2])["choices"] == before
+    assert call(server, "/v1/unload_lora_adapter", {"lora_name": "own"}, headers=KEY)[0] == 200
+
+
+def test_it_does_not_sleep_before_the_last_answer_is_sent(server, monkeypatch):
+    """The engine has ended a request whose end the server has not read yet."""
+    reached, held, plain = threading.Event(), threading.Event(), server.engine._flush
+
+    def flush():
+        sent = bool(server.engine._outbox)
+        plain()
+        if sent and not held.is_set():
+            reached.set()
+            assert held.wait(60)
+
+    monkeypatch.setattr(server.engine, "_flush", flush)
+    said = []
+    short = {**LONG, "max_tokens": 3}
+    asking = threading.Thread(target=lambda: said.append(call(server, "/v1/completions", short)))
+    asking.start()
+    assert reached.wait(60)
+    assert server.loop.open_streams == 1
+    slept = []
+    sleeping = threading.Thread(target=lambda: slept.append(call(server, "/sleep", {}, headers=KEY)[0]))
+    sleeping.start()
+    server.wait(lambda: server.loop._inbox)
+    held.set()
+    sleeping.join(60)
+    asking.join(60)
+    assert slept == [503]
+    assert [status for status, _, _ in said] == [200]
+    assert call(server, "/sleep", {}, headers=KEY)[0] == 200
+    assert call(server, "/wake_up", {}, headers=KEY)[0] == 200
 
 
 def test_what_sleeps_is_not_busy(folder):
-    with remote(folder, apart.slow) as engine:
-        engine.add(EngineRequest("a", [1, 2, 3], Sampling(max_tokens=200, ignore_eos=True)))
-        while engine.report() is None:
-            engine.wait()
-        engine.finish("a", 0)  # as a stop string does, and right behind it
-        engine.release()
-        assert engine.age == 0
-        engine.abort("a")
-        engine.rouse()
+    engine = engine_apart(partial(apart.slow, loading(folder)))
+    engine.add(EngineRequest("a", [1, 2, 3], Sampling(max_tokens=200, ignore_eos=True)))
+    while engine.report() is None:
         engine.wait()
-        while engine.age:  # until the engine has said that this is done
-            engine.wait()
-        engine.rebuild()
-        assert engine.age == 0
+    engine.finish("a", 0)  # as a stop string does, and right behind it
+    engine.release()
+    assert engine.age == 0
+    engine.abort("a")
+    engine.rouse()
+    engine.wait()
+    while engine.age:  # until the engine has said that this is done
+        engine.wait()
+    engine.rebuild()
+    assert engine.age == 0
+    engine.close()
 
 
 def test_the_cache_is_emptied_and_counted(server):
@@ -262,25 +261,23 @@ def test_the_cache_is_emptied_and_counted(server):
     assert cached() == 0
 
 
-def test_a_client_that_leaves_frees_its_blocks(folder):
-    with running(folder, apart=apart.slow, admin=["admin"]) as server:
-        for stream in (False, True):
-            before = server.loop.stats.generated_tokens
-            s = opened(server, {**LONG, "stream": stream, "n": 4})
-            server.wait(lambda: server.loop.stats.blocks_used > 0)
-            assert call(server, "/sleep", {}, headers=KEY)[0] == 503
-            s.close()
-            server.assert_idle()
-            assert server.loop.stats.generated_tokens - before < 4 * LONG["max_tokens"]
+def test_a_client_that_leaves_frees_its_blocks(slow):
+    for stream in (False, True):
+        before = slow.loop.stats.generated_tokens
+        s = opened(slow, {**LONG, "stream": stream, "n": 4})
+        slow.wait(lambda: slow.loop.stats.blocks_used > 0)
+        assert call(slow, "/sleep", {}, headers=KEY)[0] == 503
+        s.close()
+        slow.assert_idle()
+        assert slow.loop.stats.generated_tokens - before < 4 * LONG["max_tokens"]
 
 
-def test_a_request_that_cannot_be_taken_fails_alone(folder):
-    with running(folder, apart=apart.picky) as server:
-        body = {"max_tokens": 4, "n": 2}
-        status, _, text = call(server, "/v1/completions", {**body, "prompt": [9]})
-        assert status == 500, text
-        assert call(server, "/v1/completions", {**body, "prompt": [8]})[0] == 200
-        server.assert_idle()
+def test_a_request_that_cannot_be_taken_fails_alone(slow):
+    body = {"max_tokens": 4, "n": 2}
+    status, _, text = call(slow, "/v1/completions", {**body, "prompt": [9]})
+    assert status == 500, text
+    assert call(slow, "/v1/completions", {**body, "prompt": [8]})[0] == 200
+    slow.assert_idle()
 
 
 # ---- ends ------------------------------------------------------------------------------------------------------------
@@ -308,17 +305,16 @@ def test_an_engine_that_ends_fails_everybody_clearly(folder, how):
         assert ("SIGKILL" if how == "killed" else "RuntimeError: the kernel is gone") in str(server.loop.failure)
 
 
-def test_a_step_that_hangs_is_ill_health(folder):
-    with running(folder, apart=apart.slow, limits=QueueLimits(stall=0.5)) as server:
-        assert call(server, "/health")[0] == 200
-        s = opened(server, LONG)
-        server.wait(lambda: server.loop.stats.running == 1)
-        server.engine.process.send_signal(signal.SIGSTOP)
-        server.wait(lambda: call(server, "/health")[0] == 503)
-        server.engine.process.send_signal(signal.SIGCONT)
-        server.wait(lambda: call(server, "/health")[0] == 200)
-        s.close()
-        server.assert_idle()
+def test_a_step_that_hangs_is_ill_health(slow):
+    assert call(slow, "/health")[0] == 200
+    s = opened(slow, LONG)
+    slow.wait(lambda: slow.loop.stats.running == 1)
+    slow.engine.process.send_signal(signal.SIGSTOP)
+    slow.wait(lambda: call(slow, "/health")[0] == 503)
+    slow.engine.process.send_signal(signal.SIGCONT)
+    slow.wait(lambda: call(slow, "/health")[0] == 200)
+    s.close()
+    slow.assert_idle()
 
 
 @pytest.mark.parametrize(
@@ -351,19 +347,20 @@ def test_modules_of_the_current_folder_do_not_hide_others(folder, tmp_path, monk
     for name in ("csv", "queue", "fastapi"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the current folder')")
     monkeypatch.chdir(tmp_path)
-    with remote(folder) as engine:
-        assert engine.max_model_len > 0
+    engine = RemoteEngine(loading(folder)).wait_ready()
+    assert engine.max_model_len > 0
+    engine.close()
 
 
 def test_what_is_kept_is_written_however_long_that_takes(folder, tmp_path):
     closed = tmp_path / "closed"
-    engine = RemoteEngine(partial(apart.long_to_close, loading(folder), closed, tmp_path)).wait_ready()
+    engine = engine_apart(partial(apart.long_to_close, loading(folder), closed, tmp_path))
     assert engine.close(60.0)
     assert closed.exists()
 
 
 def failed(folder, closed, go):
-    engine = RemoteEngine(partial(apart.failing, loading(folder), closed, go)).wait_ready()
+    engine = engine_apart(partial(apart.failing, loading(folder), closed, go))
     engine.add(EngineRequest("a", [1, 2, 3], Sampling(max_tokens=3)))
     engine._flush()
     assert select.select([engine._socket], [], [], 60)[0]  # it has said so
@@ -404,7 +401,7 @@ def test_what_a_failed_engine_keeps_is_written(folder, tmp_path, caplog):
 
 def test_an_engine_that_hangs_does_not_end_well(folder, tmp_path, caplog):
     began = tmp_path / "began"
-    engine = RemoteEngine(partial(apart.hanging, loading(folder), began)).wait_ready()
+    engine = engine_apart(partial(apart.hanging, loading(folder), began))
     engine.add(EngineRequest("a", [1, 2, 3], Sampling(max_tokens=3)))
     engine.rouse()
     engine.wait()

@@ -96,7 +96,8 @@ def test_a_conversation_that_was_tokenized_before(server):
     again = asked(server, messages=other, kv_transfer_params={"prompt_token_ids": first["prompt_token_ids"]}, **options)
     assert again["prompt_token_ids"] == first["prompt_token_ids"]
     assert again["choices"][0]["message"] == first["choices"][0]["message"]
-    for ids in ([999], [1] * (CONTEXT + 1)):
+    for ids, param in (([999], "kv_transfer_params"), ([1] * (CONTEXT + 1), "kv_transfer_params.prompt_token_ids")):
         body = {"messages": talk, "kv_transfer_params": {"prompt_token_ids": ids}}
         status, _, text = call(server, "/v1/chat/completions", body)
-        assert (status, error(text)["param"]) == (400, "kv_transfer_params")
+        assert (status, error(text)["param"]) == (400, param)
+    assert error(text)["code"] == "context_length_exceeded"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.compressing import LLAMA, checkpoint
+from tests.forked import Fork
 from tests.serving import ask, run
 
 from ridgeline.nn.memory.block_store import BlockStore
@@ -171,27 +172,20 @@ def test_what_a_killed_process_left_is_cleaned(source, tmp_path):
     assert [f.name.split(".")[1] for f in tmp_path.glob("*.tmp")] == [str(os.getpid())]
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from tests.serve.test_kv_offload import FIRST, OTHER, served, stored
-e = stored(Path(sys.argv[1]), sys.argv[2], host=1)
-while True:
-    served(e, FIRST, OTHER, list(range(200, 248)))
-    e.blocks.store._files.clear()  # forgotten, so that they are written again and again
-    print("written", flush=True)
-"""
+def writing(send, source, folder):
+    e = stored(source, folder, host=1)
+    while True:
+        served(e, FIRST, OTHER, list(range(200, 248)))
+        e.blocks.store._files.clear()  # forgotten, so that they are written again and again
+        send("written")
 
 
 def test_killed_in_the_middle_of_writing(source, want, tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(tmp_path)], stdout=subprocess.PIPE,
-                               cwd=Path(__file__).parents[2])  # fmt: skip
-    assert process.stdout is not None
+    process = Fork(writing, source, tmp_path)
     for _ in range(3):
-        assert process.stdout.readline() == b"written\n"
+        assert process.said.recv() == "written"
     process.kill()
     process.wait()
-    process.stdout.close()
     e = stored(source, tmp_path)
     for prompt in (FIRST, OTHER):
         tokens, found = served(e, prompt)[0]
@@ -391,7 +385,6 @@ def test_the_least_recently_used_goes_first():
     pool = [torch.arange(2 * 32 * 3, dtype=torch.float32).view(1, 2, 32, 3)]
     keys = [bytes([i]) * 32 for i in range(6)]
     import tempfile
-    from pathlib import Path
 
     with tempfile.TemporaryDirectory() as folder:
         store = BlockStore([pool], 4, "x", 3 * 96, 2 * 96, Path(folder) / "kv")

@@ -111,8 +111,8 @@ def test_late_chunking(server, monkeypatch, size, options):
         ({"input": ["a", ""]}, ""),
         ({"input": "a", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
         ({"input": "a", "padding": "max_length"}, "padding"),
-        ({"input": "a", "late_chunking_params": {"chunk_size": 2**63}}, "late_chunking_params"),
-        ({"input": "a", "late_chunking_params": {"chunk_size": 0}}, "late_chunking_params"),
+        ({"input": "a", "late_chunking_params": {"chunk_size": 2**63}}, "late_chunking_params.chunk_size"),
+        ({"input": "a", "late_chunking_params": {"chunk_size": 0}}, "late_chunking_params.chunk_size"),
         ({"messages": [{"role": "user", "content": "a"}]}, "late_chunking_params"),
     ],
 )
@@ -185,7 +185,7 @@ def test_texts_are_cut_as_cohere_has_it(server):
     ({}, "texts"), ({"texts": ["a"], "inputs": [{"content": [{"type": "text", "text": "a"}]}]}, "texts"),
     ({"texts": ["a"], "output_dimension": 7}, "output_dimension"),
     ({"images": ["x"]}, "images"), ({"texts": ["a"], "input_type": "none"}, "input_type"),
-    ({"texts": ["a"], "embedding_types": ["int3"]}, "embedding_types"), ({"texts": []}, "texts"),
+    ({"texts": ["a"], "embedding_types": ["int3"]}, "embedding_types[0]"), ({"texts": []}, "texts"),
 ])  # fmt: skip
 def test_what_cohere_refuses(server, body, param):
     refused(server, "/v2/embed", body, param)

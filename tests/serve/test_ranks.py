@@ -1,56 +1,48 @@
 """A model divided over processes serves the tokens of the whole one, and a rank that dies is told of."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
 import torch
+from tests.forked import Fork
 from tests.serving import greedy, model
 
 from ridgeline import catalog
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-
-SERVE = """
-import json, os, signal, sys
-from pathlib import Path
 from ridgeline.serve.build_engine import load_engine
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.techniques.registry import default_plan
-folder, plan, kill = Path(sys.argv[1]), sys.argv[2].split("+"), len(sys.argv) > 3
-plan = dict.fromkeys([*default_plan("serve"), *plan])
-engine = load_engine(folder, plan, max_num_batched_tokens=16, kv_cache_bytes=1 << 20)
-for i, prompt in enumerate(json.loads((folder / "prompts.json").read_text())):
-    engine.add(EngineRequest(str(i), prompt, Sampling(max_tokens=8, temperature=0.0)))
-out = {}
-try:
-    while engine.has_work():
-        for e in engine.step():
-            out.setdefault(e.request, []).extend(e.tokens)
-        engine.check()
-        if kill and out:
-            os.kill(engine.runner.followers[0].pid, signal.SIGKILL)
-except RuntimeError as e:
-    print(json.dumps({"lost": str(e)}))
-    engine.close()
-    sys.exit()
-engine.close()
-print(json.dumps(out))
-"""
+
 PROMPTS = [[(7 * i + 3 * j * j) % 300 for j in range(3 + 9 * i)] for i in range(4)]
 
 
-def serve(folder, plan, *more):
-    """What a process with the plan says."""
-    import json
+def serving(send, folder, plan, kill):
+    """Send what an engine with the plan says; with ``kill`` a rank is killed after the first tokens."""
+    plan = dict.fromkeys([*default_plan("serve"), *plan.split("+")])
+    engine = load_engine(folder, plan, max_num_batched_tokens=16, kv_cache_bytes=1 << 20)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(EngineRequest(str(i), prompt, Sampling(max_tokens=8, temperature=0.0)))
+    out = {}
+    try:
+        while engine.has_work():
+            for e in engine.step():
+                out.setdefault(e.request, []).extend(e.tokens)
+            engine.check()
+            if kill and out:
+                os.kill(engine.runner.followers[0].pid, signal.SIGKILL)
+    except RuntimeError as e:
+        out = {"lost": str(e)}
+    engine.close()
+    send(out)
 
-    (folder / "prompts.json").write_text(json.dumps(PROMPTS))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path("src").resolve())}
-    run = subprocess.run([sys.executable, "-c", SERVE, str(folder), plan, *more], capture_output=True, text=True,
-                         timeout=600, env=environment)  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout.splitlines()[-1])
+
+def serve(folder, plan, kill=False):
+    """What a process with the plan says."""
+    fork = Fork(serving, folder, plan, kill)
+    said = fork.said.recv()
+    assert fork.wait(60) == 0
+    return said
 
 
 def test_every_serving_system_runs_as_its_small_plan(tmp_path):
@@ -76,5 +68,5 @@ def test_divided_models_serve_the_same_tokens(tmp_path, plan, base):
 
 def test_a_rank_that_is_killed_is_told_of(tmp_path):
     save_checkpoint(model(dtype=torch.float32), tmp_path)
-    said = serve(tmp_path, "tensor_parallel:degree=2", "kill")
+    said = serve(tmp_path, "tensor_parallel:degree=2", kill=True)
     assert "rank 1 died" in said["lost"]

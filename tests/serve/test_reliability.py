@@ -83,14 +83,14 @@ class Slow:
         ({"best_of": 2, "use_beam_search": True, "n": 3}, "n", "3 outputs of 2 beams"),
         ({"length_penalty": 1e308, "use_beam_search": True}, "length_penalty", "outside"),
         ({"length_penalty": 2.0}, "length_penalty", "use_beam_search"),
-        ({"stop": [""]}, "stop", "1 character"),
+        ({"stop": [""]}, "stop[0]", "1 character"),
         ({"stop": ["a"] * 17}, "stop", "16 items"),
         ({"logit_bias": {"999": 1.0}}, "logit_bias", "token 999"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias", "no token ids"),
         ({"logprobs": 21}, "logprobs", "of 20 at most"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream only"),
         ({"guided_regex": "a"}, "guided_regex", "unknown field"),
-        ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "stream_options.usage"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "stream_options.usage"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be compiled"),
         ({"structured_outputs": {}}, "structured_outputs", "asks for nothing"),
         (
@@ -113,7 +113,7 @@ def test_a_mistake_is_told_with_its_field(server, change, param, said):
 def test_wrong_chats(server):
     for change, param in (
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_completion_tokens": 300}, "max_completion_tokens"),

@@ -16,6 +16,16 @@ from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
 
 OPTIONS = {"model": "tiny", "temperature": 0, "max_output_tokens": 12, "extra_body": {"logit_bias": {"0": -100}}}
+ORDERS = {
+    "message": ["output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+                "content_part.done", "output_item.done"],
+    "reasoning": ["output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+                  "content_part.done", "output_item.done"],
+    "function_call": ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+                      "output_item.done"],
+    "empty": ["output_item.added", "output_item.done"],
+}  # fmt: skip
+"""The events of an item, by its type."""
 FLAT = [{"type": "function", **t["function"]} for t in TOOLS]
 
 
@@ -47,7 +57,10 @@ def both(client, **more):
     deltas = [e for e in events if e.type.endswith(".delta")]
     for at, item in enumerate(last.output):
         text = "".join(e.delta for e in deltas if e.output_index == at)
-        assert text == (item.arguments if item.type == "function_call" else item.content[0].text)
+        said = item.arguments if item.type == "function_call" else "".join(part.text for part in item.content)
+        assert text == said
+        order = dict.fromkeys(e.type.removeprefix("response.") for e in events if getattr(e, "output_index", -1) == at)
+        assert list(order) == ORDERS[item.type if item.type == "function_call" or item.content else "empty"]
         assert {e.item_id for e in deltas if e.output_index == at} <= {item.id}
         done = next(e for e in events if e.type == "response.output_item.done" and e.output_index == at)
         assert done.item == item
@@ -81,6 +94,15 @@ def test_log_probabilities(client):
         assert len(tokens) == 12
         assert [t.token for t in tokens] == [t.token for t in last.output[0].content[0].logprobs]
         assert all(len(t.top_logprobs) == more.get("top_logprobs", 0) for t in tokens)
+
+
+def test_a_message_without_text_has_no_part(client):
+    ends = {"extra_body": {"logit_bias": {"0": 100}}}
+    whole, last = both(client, input="Hi", **ends)
+    assert (whole.status, whole.output_text, last.output[0].content) == ("completed", "", [])
+    said, _ = both(client, input="Hi", top_logprobs=1, **ends)  # what ended it is told, in a part without text
+    assert [len(part.logprobs) for part in said.output[0].content] == [1]
+    assert client.responses.create(input="And?", previous_response_id=whole.id, **OPTIONS).output_text
 
 
 def test_a_structure(client):
@@ -168,10 +190,12 @@ def test_a_conversation_is_cut_to_its_end(client, server):
     ({"background": True, "store": False}, "background"), ({"truncation": "always"}, "truncation"),
     ({"conversation": "c"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"), ({"input": []}, "input"), ({"max_output_tokens": 10**6}, "max_output_tokens"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"), ({"tools": [{"type": "web_search"}]}, "tools"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].name"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+     "input[0].content[0].image_url"),
     ({"input": "x" * 10**5}, "input"), ({"top_logprobs": 21}, "top_logprobs"), ({"tools": FLAT}, "tools"),
-    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text"), ({"include": ["file_search"]}, "include"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text"), ({"include": ["file_search"]}, "include[0]"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(server, more, param):
     status, _, text = call(server, "/v1/responses", {"input": "Hi", "max_output_tokens": 5, **more})
@@ -338,9 +362,13 @@ def test_what_a_response_was_made_from_is_listed(client, server):
     paged = client.responses.input_items.list(made.id, limit=2)
     assert [item.id for item in paged.data] == [found[-1].id, found[-2].id]
     assert [item.id for item in paged] == [item.id for item in reversed(found)]  # page by page
-    for options in ({"limit": 0}, {"after": "x"}):
-        with pytest.raises(openai.BadRequestError):
+    for options in ({"limit": 0}, {"after": "x"}, {"limit": "abc"}, {"order": "up"}):
+        with pytest.raises(openai.BadRequestError) as e:
             client.responses.input_items.list(made.id, **options)
+        assert e.value.param == next(iter(options))
+        assert e.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="starting_after: Input should be a valid integer"):
+        client.responses.retrieve(made.id, extra_query={"starting_after": "abc"})
     with pytest.raises(openai.NotFoundError):
         client.responses.input_items.list("resp_0")
     server.assert_idle()

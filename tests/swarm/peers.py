@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
+from tests.forked import Fork, command
 
 from ridgeline.nn import build, save_checkpoint
 from ridgeline.nn.kernels import native
@@ -87,11 +85,9 @@ class Process:
         secret = folder / "secret"
         secret.write_bytes(SECRET)
         self.log = folder / f"{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "ridgeline", "swarm", "serve", str(path), "--fleet-secret-file", str(secret),
-                   "--announce-every", "0.3", "--balance-every", "0", "--throughput", "100", *words]  # fmt: skip
-        with self.log.open("w") as out:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.child = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        self.log.touch()
+        self.child = Fork(command, str(self.log), "swarm", "serve", str(path), "--fleet-secret-file", str(secret),
+                          "--announce-every", "0.3", "--balance-every", "0", "--throughput", "100", *words)  # fmt: skip
 
     def address(self) -> str:
         """Where it listens, once it serves."""

@@ -33,9 +33,15 @@ def source(tmp_path_factory):
     return checkpoint(tmp_path_factory.mktemp("opt") / "m", OPT)
 
 
+@pytest.fixture(scope="module")
+def home(_homes):
+    return next(_homes)
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path / "home"))
+def cache(home, monkeypatch, _own_home):
+    """One for all tests: a profile takes a second to make."""
+    monkeypatch.setenv("RIDGELINE_HOME", str(home))
 
 
 def built(source, *options, **work):
@@ -142,10 +148,10 @@ def test_the_next_load_finds_its_profile(source, monkeypatch):
         built(source, "hot=0.4", "threshold=0.3")
 
 
-def test_a_damaged_profile_is_made_again(source, tmp_path):
+def test_a_damaged_profile_is_made_again(source, home):
     _, first = built(source, "hot=0.3", "threshold=0.3")
-    (file,) = (tmp_path / "home" / "cache" / "hot-neurons").iterdir()
-    file.write_bytes(file.read_bytes()[:100])
+    for file in (home / "cache" / "hot-neurons").iterdir():
+        file.write_bytes(file.read_bytes()[:100])
     _, again = built(source, "hot=0.3", "threshold=0.3")
     torch.testing.assert_close(logits(again.model), logits(first.model))
 

@@ -5,14 +5,12 @@ import gc
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from tests.compressing import LLAMA, MIXTRAL, checkpoint, squeeze
+from tests.forked import Fork
 from torch import nn
 
 from ridgeline import catalog, experiments
@@ -239,21 +237,18 @@ def test_a_disk_that_fills_is_told_and_nothing_is_left(tmp_path):
     assert os.listdir(folder) == []
 
 
-KILLED = """
-import os, signal, sys
-from tests.techniques.test_zero_inference import built, tokens
-_, model = built(sys.argv[1], f"zero_inference:parameters=nvme,path={sys.argv[2]}", dtype="bf16")
-tokens(model)
-print(os.listdir(sys.argv[2]), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def killed(send, source, folder):
+    _, model = built(source, f"zero_inference:parameters=nvme,path={folder}", dtype="bf16")
+    tokens(model)
+    send(os.listdir(folder))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_process_leaves_nothing(deep, tmp_path):
     """With weights in another dtype than the checkpoint's, which are written to ``path``."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(deep), str(tmp_path)], capture_output=True, text=True,
-                          cwd=Path(__file__).parents[2], check=False)  # fmt: skip
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "[]\n"), done.stderr
+    process = Fork(killed, deep, tmp_path)
+    assert process.said.recv() == []
+    assert process.wait(60) == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
 
 

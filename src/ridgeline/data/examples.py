@@ -112,11 +112,15 @@ class Template:
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether a template goes through the parts of a message's ``content``."""
+    """Whether a template goes through the parts of a message's ``content``, or through some of them."""
     from jinja2 import nodes
 
-    def read(part: nodes.Node) -> bool:
+    def read(part: nodes.Node | None) -> bool:
+        if isinstance(part, nodes.Filter):
+            return read(part.node)
         if isinstance(part, nodes.Getitem):
+            if isinstance(part.arg, nodes.Slice):
+                return read(part.node)
             return isinstance(part.arg, nodes.Const) and part.arg.value == "content"
         return getattr(part, "attr" if isinstance(part, nodes.Getattr) else "name", None) == "content"
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, Any, TextIO
 
-from ridgeline.jobs.job import MODES
+from ridgeline.jobs.job import MODES, LaunchJob
+from ridgeline.spec.workload import Training
 
 _READ_AT_IMPORT = (
     "ATEN_", "DNNL_", "GLIBC_", "GOMP_", "HF_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_",
@@ -33,6 +34,9 @@ _READ_AT_IMPORT = (
 """Variables that libraries read when they are loaded: a template serves jobs that agree in these."""
 _SET_LATER = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 """Except for the number of threads, which a rank sets itself."""
+_LATER = ("torch._dynamo", "torch.distributed.checkpoint.state_dict")
+"""What PyTorch's optimizers and its sharded tensors import when they are made, and what checkpoints need: a second of
+each rank's time."""
 _LARGEST = 1 << 20
 """Bytes of a request."""
 
@@ -179,6 +183,9 @@ def serve() -> None:
         request = json.loads(data)
         with contextlib.suppress(Exception):  # the rank will report what is wrong
             resolve_name(MODES[request["mode"]][1])
+            experiment = LaunchJob.from_json(Path(request["file"]).read_text(encoding="utf-8")).experiment
+            for name in _LATER if experiment and isinstance(experiment.workload, Training) else ():
+                importlib.import_module(name)
             if request["environment"]["WORLD_SIZE"] != "1":  # what their plans import when they are built
                 importlib.import_module("torch.distributed.fsdp")
         gc.freeze()

@@ -62,7 +62,7 @@ def _address(url: str) -> Address | None:
         port = {"http": 80, "https": 443}[parts.scheme] if parts.port is None else parts.port
     except (ValueError, KeyError):
         return None
-    further = parts.query or parts.fragment or parts.username is not None or any(c.isspace() for c in url)
+    further = parts.username is not None or any(c in " ?#" for c in url) or not url.isprintable()
     if parts.scheme not in ("http", "https") or not parts.hostname or not port or further:
         return None
     return Address(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))

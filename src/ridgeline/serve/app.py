@@ -7,13 +7,14 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import ridgeline
 from ridgeline.serve.address import path_prefix
-from ridgeline.serve.bodies import WrongBody, body_route
+from ridgeline.serve.bodies import WrongBody, body_route, wrong_query
 from ridgeline.serve.http import Gate, Json, Keys, error_body, refusal
 from ridgeline.serve.output_stream import Failed
 from ridgeline.serve.request import Busy, Invalid, NotFound
@@ -98,6 +99,10 @@ def _errors(app: FastAPI) -> None:
         about = (e.param, e.code) if isinstance(e, (Invalid, WrongBody)) else (None, None)
         status = 404 if isinstance(e, NotFound) else 400
         return refusal(status, f"{e.what}: {e.fix}" if e.fix else e.what, *about, path=path)
+
+    @app.exception_handler(RequestValidationError)
+    async def parameter(request: Request, e: RequestValidationError) -> Response:
+        return await wrong(request, wrong_query(e.errors(), request.query_params))
 
     @app.exception_handler(Failed)
     async def failed(request: Request, e: Failed) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 from fastapi import Request
@@ -69,17 +69,59 @@ def parse(model: type[B], raw: bytes, kind: str, context: int) -> B:
         raise _wrong_body(e.errors(include_url=False, include_input=False), value) from None
 
 
+def wrong_query(errors: Sequence[Any], query: Mapping[str, str]) -> WrongBody:
+    """What is wrong with the parameters of a path."""
+    return _wrong_body([{**e, "loc": e["loc"][1:]} for e in errors], dict(query))
+
+
 def _wrong_body(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
-    """What is wrong with a body; of several things, an unknown field first."""
+    """What is wrong with a body; of several things, an unknown field first, and then what is nested deepest: of the
+    forms that a field may have, that is the one which was meant."""
     e = next((e for e in errors if e["type"] == UNKNOWN), errors[0])
-    path = [str(p) for p in e["loc"]]
     if e["type"] == UNKNOWN:
-        path.append(e["ctx"]["name"])
+        path = [*_path(e["loc"], body, False), e["ctx"]["name"]]
         near = difflib.get_close_matches(path[-1][:200], _FIELDS - set(body), n=1) if len(path) == 1 else []
         hint = f"; did you mean {near[0]}?" if near else ""
-        return WrongBody(f"unknown field {'.'.join(path)[:200]!r}{hint}", path[0][:200])
-    messages = dict.fromkeys(str(other["msg"]) for other in errors if other["loc"][:1] == e["loc"][:1])
-    return WrongBody(f"{path[0]}: {'; or '.join(list(messages)[:4])}", path[0], (e.get("ctx") or {}).get("code"))
+        return WrongBody(f"unknown field {_written(path)!r}{hint}", _written(path))
+    alike = [other for other in errors if other["loc"][:1] == e["loc"][:1]]
+    paths = [_path(other["loc"], body, other["type"] == "missing") for other in alike]
+    most = max(map(len, paths))
+    found: dict[str, list[Any]] = {}
+    for path, other in zip(paths, alike, strict=True):
+        if len(path) == most:
+            found.setdefault(_written(path), []).append(other)
+    param, first = next(iter(found.items()))
+    code = next((c for c in ((other.get("ctx") or {}).get("code") for other in first) if c), None)
+    return WrongBody("; ".join(f"{at}: {_said(of)}" for at, of in list(found.items())[:4]), param, code)
+
+
+def _said(errors: Sequence[Any]) -> str:
+    """What is wrong with one field: where a value has one of its kinds, nothing of the others."""
+    meant = [e for e in errors if not e["type"].endswith("_type")] or errors
+    texts = ("Input should be an object" if e["type"] in _OBJECTS else str(e["msg"]) for e in meant)
+    return "; or ".join(list(dict.fromkeys(texts))[:4])
+
+
+def _path(loc: Sequence[str | int], value: Any, missing: bool) -> list[str | int]:
+    """The keys and places of a fault as they are in ``value``: pydantic's ``loc`` has the names of its own types
+    between them. ``missing``: the last one is not there."""
+    path: list[str | int] = []
+    for i, at in enumerate(loc):
+        if (isinstance(value, dict) and at in value) or (isinstance(value, list) and isinstance(at, int)):
+            path.append(at)
+            value = value[at]  # type: ignore[index]
+        elif missing and i == len(loc) - 1:
+            path.append(at)
+    return path
+
+
+def _written(path: Sequence[str | int]) -> str:
+    """``messages[0].content``, as the OpenAI API names fields."""
+    return "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in path).removeprefix(".")[:200]
+
+
+_OBJECTS = ("model_type", "model_attributes_type", "dict_type")
+"""Errors that name a class, or Python's word for an object."""
 
 
 _BODIES = (Completion, ChatCompletion, EmbeddingRequest, Classification)

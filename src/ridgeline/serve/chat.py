@@ -30,6 +30,8 @@ MAX_TOOLS = 256
 """Largest number of functions in one body."""
 MAX_BATCH = 128
 """Largest number of conversations in one body."""
+MAX_PARTS = 1024
+"""Largest number of parts of a message."""
 MAX_FURTHER = 16
 """Largest number of fields of a message that only its template knows."""
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -152,13 +154,16 @@ class RefusalPart(Body):
 
 
 def _kind_of_part(value: Any) -> str:
+    """A tag, which no field is named like: faults are told by the names of fields."""
     if isinstance(value, str):
-        return "plain"
-    return "refusal" if isinstance(value, dict) and value.get("type") == "refusal" else "part"
+        return "plain text"
+    return "refusal part" if isinstance(value, dict) and value.get("type") == "refusal" else "other part"
 
 
 Part = Annotated[
-    Annotated[Text, Tag("plain")] | Annotated[TextPart, Tag("part")] | Annotated[RefusalPart, Tag("refusal")],
+    Annotated[Text, Tag("plain text")]
+    | Annotated[TextPart, Tag("other part")]
+    | Annotated[RefusalPart, Tag("refusal part")],
     Discriminator(_kind_of_part),
 ]
 
@@ -179,7 +184,9 @@ class Message(Body):
         return _bounded_further(cls, value)
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: Text | Annotated[list[Part], Field(fail_fast=True)] | None = Field(default=None, validate_default=True)
+    content: Text | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)] | None = Field(
+        default=None, validate_default=True
+    )
     """Null in a reply without text."""
     name: Text | None = None
     reasoning: Text | None = None

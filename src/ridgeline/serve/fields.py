@@ -88,6 +88,8 @@ _Forms = Annotated[
 """By its first element: one error says what is wrong with it, and no list is read to its end for that."""
 Prompt = Annotated[_Forms, BeforeValidator(_bounded)]
 Inputs = Annotated[_Forms, BeforeValidator(_inputs)]
+PromptTokens = Annotated[TokenIds, Field(min_length=1), BeforeValidator(_bounded)]
+"""Those of one prompt."""
 
 
 def biases(value: Any) -> Any:

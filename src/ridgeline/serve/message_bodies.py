@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag
 
 from ridgeline.serve.chat import (
+    MAX_PARTS,
     MAX_TOOLS,
     CalledFunction,
     ChatCompletion,
@@ -41,6 +42,9 @@ class TextBlock(Block):
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
+TextBlocks = Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
 class ThinkingBlock(Block):
     """Reasoning that the model has written."""
 
@@ -65,20 +69,21 @@ class ToolResult(Block):
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Text | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    content: TextBlocks | None = None
     is_error: bool | None = None
     """Without effect: templates have no place for it."""
 
 
 def _kind(value: Any) -> str:
-    return str(value.get("type")) if isinstance(value, dict) else ""
+    """A tag, which no field is named like: faults are told by the names of fields."""
+    return f"{value.get('type')} block" if isinstance(value, dict) else ""
 
 
 Content = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[ToolUse, Tag("tool_use")]
-    | Annotated[ToolResult, Tag("tool_result")],
+    Annotated[TextBlock, Tag("text block")]
+    | Annotated[ThinkingBlock, Tag("thinking block")]
+    | Annotated[ToolUse, Tag("tool_use block")]
+    | Annotated[ToolResult, Tag("tool_result block")],
     Discriminator(
         _kind,
         custom_error_type="block",
@@ -91,7 +96,7 @@ class Turn(Body):
     """A message."""
 
     role: Literal["user", "assistant"]
-    content: Text | Annotated[list[Content], Field(fail_fast=True)]
+    content: Text | Annotated[list[Content], Field(max_length=MAX_PARTS, fail_fast=True)]
 
     def messages(self) -> list[Message]:
         """As messages of a chat: results of calls are messages of their own, before the text."""
@@ -164,7 +169,7 @@ class Counted(Body):
 
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     model: Text | None = None
-    system: Text | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    system: TextBlocks | None = None
     tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None

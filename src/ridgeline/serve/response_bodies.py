@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 
 from ridgeline.serve.chat import (
+    MAX_PARTS,
     MAX_TOOLS,
     Arguments,
     CalledFunction,
@@ -41,7 +42,7 @@ class Part(Body):
     logprobs: list[Any] | None = None
 
 
-Parts = Text | Annotated[list[Part], Field(fail_fast=True)]
+Parts = Text | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class InputMessage(Body):
@@ -89,7 +90,7 @@ class InputReasoning(Body):
     """Reasoning that the model has written before the item that follows."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     summary: list[Any] | None = None
     """Without effect, like the next two."""
     id: Text | None = None
@@ -98,14 +99,15 @@ class InputReasoning(Body):
 
 
 def _kind(value: Any) -> str:
-    return str(value.get("type") or "message") if isinstance(value, dict) else "message"
+    """A tag, which no field is named like: faults are told by the names of fields."""
+    return f"{value.get('type') or 'message'} item" if isinstance(value, dict) else "message item"
 
 
 Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputResult, Tag("function_call_output")]
-    | Annotated[InputReasoning, Tag("reasoning")],
+    Annotated[InputMessage, Tag("message item")]
+    | Annotated[InputCall, Tag("function_call item")]
+    | Annotated[InputResult, Tag("function_call_output item")]
+    | Annotated[InputReasoning, Tag("reasoning item")],
     Discriminator(
         _kind,
         custom_error_type="item",

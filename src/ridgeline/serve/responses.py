@@ -322,7 +322,7 @@ class Writer:
         said = {"message": "", "reasoning": ""}
         for item in self._items:
             if item["type"] in said:
-                said[item["type"]] += item["content"][0]["text"]
+                said[item["type"]] += "".join(part["text"] for part in item["content"])
         calls = [
             ToolCall(id=item["call_id"], function=CalledFunction(name=item["name"], arguments=item["arguments"]))
             for item in self._items
@@ -395,21 +395,23 @@ class Writer:
             prefix = "msg" if kind == "message" else "rs"
             yield self._added({"id": f"{prefix}_{secrets.token_hex(24)}", "type": kind, "status": "in_progress", **more,
                                "content": []})  # fmt: skip
+        new: list[Any] = []
+        if self.prepared.body.wants_logprobs and kind == "message":
+            new = chat_logprobs(self.prepared.jobs[0].vocabulary, self._late)
+        self._late = []
+        if not (text or new):  # an item has no part before there is something in it
+            return
+        if not self._items[-1]["content"]:
             part: Item = {"type": name, "text": ""}
             if kind == "message":
                 part.update(annotations=[], logprobs=[])
             self._items[-1]["content"] = [part]
             yield {"type": "response.content_part.added", **self._at(True), "part": dict(part)}
         part = self._items[-1]["content"][0]
-        new: list[Any] = []
-        if self.prepared.body.wants_logprobs and kind == "message":
-            new = chat_logprobs(self.prepared.jobs[0].vocabulary, self._late)
-        self._late = []
         more = {"logprobs": [*part["logprobs"], *new]} if kind == "message" else {}
         self._items[-1]["content"] = [{**part, "text": part["text"] + text, **more}]
-        if text:
-            more = {"logprobs": new} if kind == "message" else {}
-            yield {"type": f"response.{name}.delta", **self._at(True), "delta": text, **more}
+        more = {"logprobs": new} if kind == "message" else {}
+        yield {"type": f"response.{name}.delta", **self._at(True), "delta": text, **more}
 
     def _call(self, piece: Piece) -> Iterator[Event]:
         self._late = []  # log-probabilities are those of texts
@@ -428,10 +430,10 @@ class Writer:
         item, self._open = self._items[-1], False
         item["status"] = status
         if item["type"] in _EVENTS:
-            part = item["content"][0]
-            more: Item = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            yield {"type": f"response.{part['type']}.done", **self._at(True), "text": part["text"], **more}
-            yield {"type": "response.content_part.done", **self._at(True), "part": part}
+            for part in item["content"]:
+                more: Item = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+                yield {"type": f"response.{part['type']}.done", **self._at(True), "text": part["text"], **more}
+                yield {"type": "response.content_part.done", **self._at(True), "part": part}
         else:
             yield {"type": "response.function_call_arguments.done", **self._at(), "name": item["name"],
                    "arguments": item["arguments"]}  # fmt: skip

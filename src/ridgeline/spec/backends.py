@@ -6,7 +6,7 @@ The back ends themselves are in :mod:`ridgeline.nn.kernels.backends`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ridgeline.spec.errors import unknown
@@ -24,15 +24,12 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 prompts or drafts; the RMS norms and the gated activation of fused layers; the head with its loss, in chunks."""
 
 
-def checked(asked: Mapping[str, Any], within: str = "") -> dict[str, str]:
-    """What a workload asks for, by operator; a name without a dot stands for all operators that begin with it (tables
-    within tables: as TOML has dotted keys). Raises :class:`UserError` for unknown names."""
+def checked(asked: Mapping[str, Any]) -> dict[str, str]:
+    """What a workload asks for, by operator; a name without a dot stands for all operators that begin with it, but for
+    those that are named themselves (tables within tables: as TOML has dotted keys). Raises :class:`UserError` for
+    unknown names."""
     found: dict[str, str] = {}
-    for key, backend in asked.items():
-        name = within + key
-        if isinstance(backend, Mapping):
-            found |= checked(backend, f"{name}.")
-            continue
+    for name, backend in sorted(_named(asked, ""), key=lambda pair: pair[0].count(".")):  # general ones first
         meant = [o for o in BACKENDS if o == name or o.startswith(f"{name}.")]
         if not meant:
             raise unknown("operator", name, BACKENDS, "kernels")
@@ -42,6 +39,15 @@ def checked(asked: Mapping[str, Any], within: str = "") -> dict[str, str]:
             raise unknown(f"back end of {name}", str(backend), known, "kernels")
         found |= dict.fromkeys(able, backend)
     return found
+
+
+def _named(asked: Mapping[str, Any], within: str) -> Iterator[tuple[str, Any]]:
+    """(whole name, back end) of everything in tables within tables."""
+    for key, backend in asked.items():
+        if isinstance(backend, Mapping):
+            yield from _named(backend, f"{within}{key}.")
+        else:
+            yield within + key, backend
 
 
 def order(operator: str, measured: Mapping[str, float]) -> list[str]:

@@ -312,8 +312,9 @@ class Transformer(nn.Module):
 
         ``positions`` [S] or [B, S] default to 0, 1, … (with a cache: to those behind it). ``attention_mask`` [B, S]
         (with a cache: [B, everything so far]) is True for real tokens; None means all are. ``cache`` maps layer names
-        to their :class:`LayerCache`. ``documents`` [B, S] numbers the packed documents of a row, which do not see each
-        other and whose ``positions`` start anew (all of the sequence's, where that is divided over ranks).
+        to their :class:`LayerCache`. ``documents`` [B, S] numbers the packed documents of a row, each a run of equal
+        numbers, which do not see each other and whose ``positions`` start anew (all of the sequence's, where that is
+        divided over ranks).
         ``source`` [B, T] is what an encoder reads, and ``source_mask`` [B, T] True for its real tokens; a cache that
         has read it takes its place.
         ``return_hidden`` gives what the head would read, [B, S, H], for :func:`ridgeline.nn.token_loss`.

@@ -8,12 +8,12 @@ signed with the fleet's secret.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from ridgeline.serve.detokenize import ServeJob
-from ridgeline.serve.fields import Body, Number, Text, TokenIds
+from ridgeline.serve.fields import Body, Number, PromptTokens, Text
 from ridgeline.serve.request import Invalid
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class KvTransfer(Body):
     remote_block_ids: list[Any] | None = None
     remote_request_id: Text | None = None
     tp_size: Number | None = None
-    prompt_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    prompt_token_ids: PromptTokens | None = None
     """The tokens of a conversation's prompt, so that it is not rendered again."""
 
 
