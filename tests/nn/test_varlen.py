@@ -1,5 +1,5 @@
-"""Attention within documents and windows by the kernel that PyTorch has for GPUs: on a CPU in its stead, attention by its
-definition, of whose gradients every term is written out."""
+"""Attention within documents and windows by the kernel that PyTorch has for GPUs: on a CPU in its stead, attention by
+its definition, of whose gradients every term is written out."""
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ DOCUMENTS = torch.tensor([[n for n, length in enumerate(row) for _ in range(leng
 BATCH, LENGTH = DOCUMENTS.shape
 
 
-def probabilities(q, k, ends, i, left, right):
-    """Of a sequence, [H, L, L], and its scores: a query sees from ``left`` before its own place to ``right`` after it."""
+def scores_of(q, k, ends, i, left, right):
+    """Rows of a sequence, heads that share a key head, and scores [H, L, L] of what queries see: from ``left`` keys
+    before their own place to ``right`` after it."""
     rows = slice(int(ends[i]), int(ends[i + 1]))
     far = torch.arange(rows.stop - rows.start)
     far = far[None] - far[:, None]  # of the key from the query
@@ -38,7 +39,7 @@ def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scal
     assert not dropout
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
     for i in range(len(cum_q) - 1):
-        rows, repeat, scores = probabilities(q, k, cum_k, i, window_size_left, window_size_right)
+        rows, repeat, scores = scores_of(q, k, cum_k, i, window_size_left, window_size_right)
         lse[:, rows] = scores.logsumexp(-1)
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[rows].repeat_interleave(repeat, 1))
     state = torch.zeros(2, dtype=torch.uint64)
@@ -50,7 +51,7 @@ def backward(grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causa
     """``aten::_flash_attention_backward``, from the log-sum-exp that it is given."""
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     for i in range(len(cum_q) - 1):
-        rows, repeat, scores = probabilities(q, k, cum_k, i, window_size_left, window_size_right)
+        rows, repeat, scores = scores_of(q, k, cum_k, i, window_size_left, window_size_right)
         p = (scores - lse[:, rows, None]).exp()
         dp = torch.einsum("qhd,khd->hqk", grad[rows], v[rows].repeat_interleave(repeat, 1))
         ds = p * (dp - (grad[rows] * out[rows]).sum(-1).T[..., None]) * q.shape[2] ** -0.5
@@ -142,7 +143,9 @@ def test_dtypes_and_heads_of_the_kernel():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("window", "causal", "sinks"), [(0, True, False), (5, True, False), (5, True, True), (0, False, False)])
+@pytest.mark.parametrize(
+    ("window", "causal", "sinks"), [(0, True, False), (5, True, False), (5, True, True), (0, False, False)]
+)
 def test_the_kernel_itself(window, causal, sinks):
     """In bf16 beside the definition in fp64, with gradients."""
     g = torch.Generator().manual_seed(2)
@@ -159,7 +162,7 @@ def test_the_kernel_itself(window, causal, sinks):
             out = torch.empty(BATCH * LENGTH, 4, 64, dtype=dtype)
             flat = [flash_blocks._flat(t) for t in (q, k, v)]
             for i in range(len(runs.ends) - 1):
-                rows, repeat, scores = probabilities(*flat[:2], runs.ends, i, left, right)
+                rows, repeat, scores = scores_of(*flat[:2], runs.ends, i, left, right)
                 scores = torch.cat([scores, s[0][:, None, None].expand(-1, scores.shape[1], 1)], -1) if s else scores
                 p = scores.softmax(-1)[..., : rows.stop - rows.start]
                 out[rows] = torch.einsum("hqk,khd->qhd", p, flat[2][rows].repeat_interleave(repeat, 1))

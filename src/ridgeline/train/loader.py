@@ -63,7 +63,8 @@ def prepared(batch: Batch, mine: slice, size: int, device: torch.device) -> Prep
 def send(batch: Prepared, device: torch.device) -> Sent:
     """Begin to copy a batch to the device, and divide it there."""
     parts = [None if t is None else t.to(device, non_blocking=True).split(batch.size) for t in batch.rows]
-    micros = [Micro(*(None if p is None else p[i] for p in parts)) for i in range(-(-len(batch.rows.ids) // batch.size))]
+    count = -(-len(batch.rows.ids) // batch.size)
+    micros = [Micro._make((*(None if p is None else p[i] for p in parts), None)) for i in range(count)]
     if batch.ends is not None:
         ends = batch.ends.to(device, non_blocking=True).split([n for n, _ in batch.runs])
         runs = zip(micros, ends, batch.runs, strict=True)

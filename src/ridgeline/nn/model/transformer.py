@@ -350,9 +350,7 @@ class Transformer(nn.Module):
             x = self.norm(x)
         return x if return_hidden or self.head is None else self.head(x)
 
-    def _sequences(
-        self, x: Tensor, length: int, documents: Tensor | None, given: Sequences | None
-    ) -> Sequences | None:
+    def _sequences(self, x: Tensor, length: int, documents: Tensor | None, given: Sequences | None) -> Sequences | None:
         """What attention of rows without a cache or padding can be divided into; None: a mask is needed or nothing
         is."""
         spec = self.spec
