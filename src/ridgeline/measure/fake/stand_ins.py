@@ -131,7 +131,7 @@ def _questions() -> None:
     FakeTensor.numpy = numpy
     Tensor.tolist = FakeTensor.tolist = tolist
     torch.tensor = tensor
-    Tensor.pin_memory = FakeTensor.pin_memory = lambda self, *_: self
+    Tensor.pin_memory = FakeTensor.pin_memory = lambda self, *_: TRACER.pin(self)
 
 
 def _fused_kernels() -> None:
