@@ -53,8 +53,9 @@ def experiments(text: Path) -> dict[str, tuple[Experiment, dict[str, Any]]]:
 def row(step: StepTrace) -> dict[str, Any]:
     """A step's counts, and the lines that the host waits at."""
     kernels = {n: count for n, count in step.operators.items() if "attention" in n or n.startswith("masked_fill")}
+    waits = [f"{w.count} × {w.kind} at {w.place}" for w in step.waits]
     return {"launches": step.launches, "replayed": getattr(step, "replayed", 0), "waits": step.waited,
-            "attention": kernels, "wrong": list(step.wrong), "waits_at": [f"{w.count} × {w.kind} at {w.place}" for w in step.waits],
+            "attention": kernels, "wrong": list(step.wrong), "waits_at": waits,
             "labels": list(getattr(step, "labels", ()))}  # fmt: skip
 
 

@@ -75,6 +75,7 @@ def kernel(monkeypatch):
         library.impl("_flash_attention_backward", backward, "CPU")
         for module in (attention, transformer):
             monkeypatch.setattr(module, "has_varlen", lambda device: True)
+        monkeypatch.setattr(attention, "_each", attention._packed)
         monkeypatch.setattr(transformer, "fits_varlen", lambda dtype, width: True)
         yield calls
 

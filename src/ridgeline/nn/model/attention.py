@@ -259,11 +259,19 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 def _within(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences) -> Tensor:
     """Attention within each of the ``sequences``, which takes work as the squares of their lengths and not of the
-    row's: by one kernel of GPUs, by a call for each on a CPU."""
-    if has_varlen(q.device):
-        sinks = None if mask.changes is None else mask.changes.sinks
-        q, k, v = (t.to(compute_dtype(t)) for t in (q, k, v))
-        return varlen_attention(q, k, v, sequences, mask.causal, mask.window, sinks)
+    row's."""
+    return (_each if q.device.type == "cpu" else _packed)(q, k, v, mask, sequences)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences) -> Tensor:
+    """By one kernel, on GPUs."""
+    sinks = None if mask.changes is None else mask.changes.sinks
+    q, k, v = (t.to(compute_dtype(t)) for t in (q, k, v))
+    return varlen_attention(q, k, v, sequences, mask.causal, mask.window, sinks)
+
+
+def _each(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences) -> Tensor:
+    """By a call for each, on a CPU."""
     batch, heads, length, _ = q.shape
     each, grouped = sequences.ends.diff().tolist(), k.shape[1] < heads
     rows = (t.transpose(1, 2).flatten(0, 1).split(each) for t in (q, k, v))
