@@ -20,8 +20,10 @@ class FlashAttention(Technique):
     """Fuse scores, mask, softmax and values into one kernel that never writes the score matrix (Dao et al. 2022).
 
     Without it, attention is the explicit product of three operators; with it, PyTorch's fused
-    ``scaled_dot_product_attention`` (FlashAttention-2 on CUDA, its blocked counterpart on CPU). It has no soft caps on
-    scores: attention with these goes by blocks of queries that are computed again in backward.
+    ``scaled_dot_product_attention`` (FlashAttention-2 on CUDA, its blocked counterpart on CPU). Packed documents are
+    computed each by itself, on CUDA in 16 bits by one kernel, which in training has sliding windows too; elsewhere
+    these are a bias on the scores. It has no soft caps on scores: attention with these goes by blocks of queries that
+    are computed again in backward.
     """
 
     card: ClassVar[Card] = Card(
