@@ -27,6 +27,8 @@ from ridgeline.techniques.registry import default_plan
 MODEL, ON = "llama3.2-1b", "h100-sxm"
 LOW = ("mixed_precision", "flash_attention", "fused_layers")
 TRAINED = {"training, bf16": LOW, "training, fp8": (*LOW, "fp8")}
+MASKED = {"training, bf16, documents": (True, {}), "training, bf16, windows": (False, {"sliding_window": 128})}
+"""Whether documents are separate, and changes of the model."""
 SERVED = {"serving, bf16": (), "serving, fp8": ("fp8",), "serving, int4": ("rtn:bits=4,group_size=128",),
           "serving, int4 cache": ("kv_quant:dtype=int4",)}  # fmt: skip
 FILTERS = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
@@ -36,6 +38,9 @@ def experiments(text: Path) -> dict[str, tuple[Experiment, dict[str, Any]]]:
     """By name, with the sampling of served requests: 8 sequences."""
     work = {"kind": "pretrain", "seq_len": 512, "batch_size": 4, "steps": 4, "data": str(text)}
     found = {n: (make(MODEL, ON, work, list(plan)), dict[str, Any]()) for n, plan in TRAINED.items()}
+    for name, (separate, changes) in MASKED.items():
+        spec = catalog.model(MODEL).model_copy(update=changes)
+        found[name] = make(spec, ON, {**work, "document_mask": separate}, list(LOW)), {}
     serve = Serve(prompt_len=8, output_len=8, dtype="bf16", max_model_len=1024)
     cluster, spec = catalog.cluster(ON), catalog.model(MODEL)
     for name, plan in SERVED.items():
@@ -47,8 +52,10 @@ def experiments(text: Path) -> dict[str, tuple[Experiment, dict[str, Any]]]:
 
 def row(step: StepTrace) -> dict[str, Any]:
     """A step's counts, and the lines that the host waits at."""
+    kernels = {n: count for n, count in step.operators.items() if "attention" in n or n.startswith("masked_fill")}
+    waits = [f"{w.count} × {w.kind} at {w.place}" for w in step.waits]
     return {"launches": step.launches, "replayed": getattr(step, "replayed", 0), "waits": step.waited,
-            "wrong": list(step.wrong), "waits_at": [f"{w.count} × {w.kind} at {w.place}" for w in step.waits],
+            "attention": kernels, "wrong": list(step.wrong), "waits_at": waits,
             "labels": list(getattr(step, "labels", ()))}  # fmt: skip
 
 

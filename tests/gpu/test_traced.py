@@ -19,9 +19,10 @@ def shallow(name):
     return catalog.model(name).model_copy(update={"num_layers": 2})
 
 
-def training(model, plan, text):
-    workload = {"kind": "pretrain", "seq_len": 64, "batch_size": 4, "steps": 4, "data": str(text)}
-    return make(shallow(model), "h100-sxm", workload, plan)
+def training(model, plan, text, documents=False, **changes):
+    workload = {"kind": "pretrain", "seq_len": 64, "batch_size": 4, "steps": 4, "data": str(text),
+                "document_mask": documents}  # fmt: skip
+    return make(shallow(model).model_copy(update=changes), "h100-sxm", workload, plan)
 
 
 def serving(model, *plan):
@@ -46,6 +47,12 @@ steps are captured as CUDA graphs, of which ``replayed`` are the kernels."""
 
 
 TRACED = {}
+MASKED = {
+    "documents": ((True,), {}),
+    "windows": ((), {"sliding_window": 16}),
+    "documents and windows": ((True,), {"sliding_window": 16}),
+}
+"""Training with masks: whether documents are separate, and changes of the model."""
 FILTERS = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
 
 
@@ -58,6 +65,7 @@ def traced(tmp_path):
         given = {
             n: training(m, p, text) if n.startswith("train") else serving(m, *p) for n, (m, p, _) in BUDGETS.items()
         }
+        given |= {n: training("llama-mini", LOW, text, *more, **changes) for n, (more, changes) in MASKED.items()}
         given["filters"] = serving("llama-mini")
         given["compress"] = make("llama-mini", "h100-sxm", {"kind": "compress", "seq_len": 64},
                                  ["wanda", "rtn:bits=4,group_size=64"])  # fmt: skip
@@ -95,6 +103,19 @@ def test_filters_of_a_whole_batch_wait_twice_at_most(traced):
     assert not found.wrong
     # The answer that stands for data says that every nucleus is larger than its candidates: once more, for all of them.
     assert found.waited <= 2, found.waits
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_documents_and_windows_are_one_kernel_without_a_mask(traced, name):
+    """No bias is made, and the host neither asks where documents end nor waits for copies."""
+    found, plain = traced[name]["step"], traced["train"]["step"]
+    assert not found.wrong
+    assert found.waited == 1, found.waits
+    assert {n: count for n, count in found.operators.items() if "attention" in n} == {
+        "_flash_attention_forward": 2, "_flash_attention_backward": 2,
+    }  # fmt: skip
+    assert not {"masked_fill", "masked_fill_", "where"} & set(found.operators)
+    assert found.launches <= plain.launches + ("documents" in name) * 13  # rotary tables of places within documents
 
 
 def test_sites_are_solved_on_the_device(traced):

@@ -21,6 +21,7 @@ from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model import attention
 from ridgeline.nn.model.attention import make_mask
+from ridgeline.nn.model.flash_blocks import Sequences
 from ridgeline.nn.model.init import build
 from ridgeline.predict import predict
 from ridgeline.runtime.train_build import LossModel
@@ -360,7 +361,8 @@ def test_a_mask_of_documents_in_windowed_layers_is_predicted():
     said, one = ({m.category: m.bytes for m in predict(x).memory}["buffers"] for x in (e, alone))
     documents = torch.zeros(4, 64, dtype=torch.long)
     args = (model, True, None, 0, 64, False, torch.device("cpu"), torch.float32)
-    masks = [make_mask(*args, d, splits=True).bias for d in (documents, None)]
+    runs = Sequences.of_documents(documents)
+    masks = [make_mask(*args, d, sequences=runs).bias for d in (documents, None)]
     assert said - one == sum(s * m.numel() * 4 for s, m in zip((1, -1), masks, strict=True))
 
 

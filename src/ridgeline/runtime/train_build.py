@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ridgeline.data.batches import Batch
 from ridgeline.nn.memory.tiered_store import TieredStore
+from ridgeline.nn.model.flash_blocks import Sequences
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.runtime.build import Build
 from ridgeline.runtime.gradients import clear, clip, global_norm
@@ -47,6 +48,8 @@ class Micro(NamedTuple):
     """[batch, source] token ids that an encoder reads."""
     source_mask: Tensor | None = None
     """[batch, source] bool: which of them are no padding; None: all."""
+    sequences: Sequences | None = None
+    """Where the documents end, for a GPU."""
 
 
 class BatchSource(Protocol):
@@ -92,6 +95,7 @@ class LossModel(nn.Module):
         documents: Tensor | None = None,
         source: Tensor | None = None,
         source_mask: Tensor | None = None,
+        sequences: Sequences | None = None,
     ) -> Tensor:
         """Sum of token losses (fp32 scalar) from ids [batch, seq], or from hidden states where there is no embedding.
 
@@ -101,7 +105,7 @@ class LossModel(nn.Module):
         places = self.positions if positions is None else positions
         with low:
             read = {} if source is None else {"source": source, "source_mask": source_mask}
-            hidden: Tensor = self.model(x, places, documents=documents, return_hidden=True, **read)
+            hidden: Tensor = self.model(x, places, documents=documents, return_hidden=True, sequences=sequences, **read)
             if self.objective is not None:
                 return self.objective(hidden, x, labels, places, documents)
             if self.model.head is None:
@@ -150,6 +154,9 @@ class Data:
 
     batches: BatchSource = field(init=False)
     """Source of batches; set by the engine before it builds."""
+    ahead: bool = True
+    """Whether a batch may be asked for while the step before it runs: not where it follows from that step's losses, or
+    where checkpoints store what was asked for."""
     tokens_of: Callable[[str, int], np.ndarray] = field(init=False)
     """Token ids (int32 [tokens]) of up to this many bytes of another text, by the run's tokenizer."""
     loss_of: Callable[[Batch], float] = field(init=False)

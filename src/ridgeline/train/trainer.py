@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ridgeline.data.batches import IGNORE, Batch, TextBatches, load_tokens, own_tokenizer, token_ids
+from ridgeline.data.batches import Batch, TextBatches, load_tokens, own_tokenizer, token_ids
 from ridgeline.data.packing import InstructionBatches, load_instructions
 from ridgeline.data.pairs import AnyBatches, HalvedBatches, PairBatches
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into
@@ -28,6 +28,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.registry import require_sides, resolve
 from ridgeline.techniques.technique import PHASES, Technique
+from ridgeline.train.loader import Loader, Prepared, prepared, send, to_device
 
 
 def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:
@@ -59,13 +60,6 @@ def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[Train
         if technique is not None:
             technique.build(run)
         run.assert_trainable()
-
-
-def to_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device; the host does not wait for a GPU's copy."""
-    if device.type != "cuda":
-        return t.to(device)
-    return t.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -142,6 +136,8 @@ class Trainer:
         self.optimizer = self.run.update.optimizer = self.run.update.make_optimizer(
             parameter_groups(self.parameters, w), w
         )
+        self.loader = Loader(lambda step: self._prepared(self.run.data.batches.batch(step)), self.device,
+                             ahead=self.run.data.ahead and self.device.type == "cuda")  # fmt: skip
         self.steps_done = 0
         self.stop_requested = False
 
@@ -176,20 +172,21 @@ class Trainer:
 
         Every rank derives the global batch from the step, so counting needs no communication.
         """
-        return self._mine(self.run.data.batches.batch(step))
+        micros, valid = self.loader.take(step, more=step + 1 < self.workload.steps)
+        return self._cut(micros), valid
 
-    def _mine(self, batch: Batch) -> tuple[list[Micro], int]:
-        valid = max(1, int((batch.labels != IGNORE).sum()))
-        share = len(batch.ids) // self.experiment.data_parallel
-        place = self.run.mesh.data_rank if self.run.mesh else 0
-        mine = slice(place * share, (place + 1) * share)
-        # The same number of tokens at a time, even if the sequences are shorter than the workload's.
-        size = max(1, self.experiment.micro_batch_size * self.workload.seq_len // batch.ids.shape[1])
-        parts = [None if t is None else to_device(t[mine], self.device).split(size) for t in batch]
-        micros = [Micro._make(None if p is None else p[i] for p in parts) for i in range(-(-share // size))]
+    def _cut(self, micros: list[Micro]) -> list[Micro]:
         for take in self.run.cut:
             micros = [take(m) for m in micros]
-        return micros, valid
+        return micros
+
+    def _prepared(self, batch: Batch) -> Prepared:
+        """This rank's part of a global batch, on the host."""
+        share = len(batch.ids) // self.experiment.data_parallel
+        place = self.run.mesh.data_rank if self.run.mesh else 0
+        # The same number of tokens at a time, even if the sequences are shorter than the workload's.
+        size = max(1, self.experiment.micro_batch_size * self.workload.seq_len // batch.ids.shape[1])
+        return prepared(batch, slice(place * share, (place + 1) * share), size, self.device)
 
     def forward_backward(self, step: int) -> tuple[torch.Tensor, int]:
         """Accumulate gradients of sum(token losses) / (valid tokens of the global batch), and reduce them.
@@ -222,8 +219,8 @@ class Trainer:
     @torch.no_grad()
     def loss_of(self, batch: Batch) -> float:
         """Mean loss of a batch, without training on it."""
-        micros, valid = self._mine(batch)
-        total = self._counted_once(self.run.score(micros)) / valid
+        micros, valid = send(self._prepared(batch), self.device)
+        total = self._counted_once(self.run.score(self._cut(micros))) / valid
         self.run.hooks.after_evaluation()
         if self.world > 1:
             dist.all_reduce(total)
@@ -257,6 +254,7 @@ class Trainer:
         step = self.steps_done
         loss, valid = self.forward_backward(step)
         norm = self.update(step)
+        self.loader.queue(step + 1)
         value, size, stop, finished = self.report(loss, norm)
         self.steps_done += 1
         if not math.isfinite(value):

@@ -49,6 +49,7 @@ def _device() -> None:
     cuda.max_memory_allocated = cuda.max_memory_reserved = lambda *_: 1
     cuda.reset_peak_memory_stats = lambda *_: None
     cuda.current_device = lambda: 0
+    cuda.set_device = lambda _: None
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.synchronize = lambda *_: TRACER.waited("synchronize")
     torch.amp.autocast_mode.amp_definitely_not_available = lambda: False
@@ -130,7 +131,7 @@ def _questions() -> None:
     FakeTensor.numpy = numpy
     Tensor.tolist = FakeTensor.tolist = tolist
     torch.tensor = tensor
-    Tensor.pin_memory = FakeTensor.pin_memory = lambda self, *_: self
+    Tensor.pin_memory = FakeTensor.pin_memory = lambda self, *_: TRACER.pin(self)
 
 
 def _fused_kernels() -> None:

@@ -65,6 +65,7 @@ class Tracer(TorchDispatchMode):
         """Launches that a CUDA graph records just now, during which the host cannot wait; None: none does."""
         self.total = 0
         """Launches since the beginning, which :meth:`reset` leaves."""
+        self._pinned: set[int] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -77,6 +78,11 @@ class Tracer(TorchDispatchMode):
         self.wrong: Counter[str] = Counter()
         self.replayed = 0
         """Kernels of replayed graphs, which the host does not launch."""
+
+    def pin(self, t: Tensor) -> Tensor:
+        """A tensor whose memory is taken to be pinned from now on."""
+        self._pinned.add(t.untyped_storage()._cdata)
+        return t
 
     def launched(self, name: str) -> None:
         """Count a launch, unless it is captured for later."""
@@ -115,6 +121,8 @@ class Tracer(TorchDispatchMode):
             self.wrong[f"{name}: {type(e).__name__}: {str(e)[:160]} at {place()}"] += 1
             raise
         made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        if kwargs.get("pin_memory"):
+            list(map(self.pin, made))
         if name in _MAYBE and made and made[0].untyped_storage()._cdata == given[0].untyped_storage()._cdata:
             return out
         if name not in _FREE and (on_device or any(t.device.type == "cuda" for t in made)):
@@ -149,8 +157,8 @@ class Tracer(TorchDispatchMode):
                 isinstance(source, Tensor)
                 and kinds == {"cpu", "cuda"}
                 and not (
-                    free and (target.type == "cuda" or name == "_to_copy")  # to the host: into pinned memory of its own
-                )
+                    free and (name == "_to_copy" if target.type == "cpu" else self._from_pinned(source))
+                )  # to the host: into pinned memory of its own
             ):
                 self.waited("copy to the device" if target.type == "cuda" else "copy to the host")
         elif name in ("index", "index_put", "index_put_") and args[0].device.type == "cuda":
@@ -163,6 +171,10 @@ class Tracer(TorchDispatchMode):
             sized = kwargs.get("output_size") or (len(args) > 1 and not isinstance(args[1], Tensor))
             if not sized:
                 self.waited("repeat_interleave")
+
+    def _from_pinned(self, t: Tensor) -> bool:
+        """Whether a copy of ``t`` to the device holds up the host, as one from other memory than pinned does."""
+        return t.untyped_storage()._cdata in self._pinned
 
     def _sized(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         x = args[0]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ridgeline.nn.model.flash_blocks import computable, with_sinks
-from ridgeline.nn.model.norm import RMSNorm, UnweightedRMSNorm
+from ridgeline.nn.model.flash_blocks import Sequences, computable, has_varlen, varlen_attention, with_sinks
+from ridgeline.nn.model.norm import RMSNorm, UnweightedRMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.errors import unknown
@@ -42,7 +42,7 @@ class ScoreChanges(NamedTuple):
 
 class Mask(NamedTuple):
     """The attention mask: an additive bias (None: no bias), whether causality applies in addition, and, for a backend
-    that masks documents itself, the documents' numbers, or for one that attends within each, their lengths."""
+    that masks documents itself, the documents' numbers, or for one that attends within each, where they end."""
 
     bias: Tensor | None  # [S, T], [B, 1, S, T] or [1 or B, H, S, T]
     causal: bool
@@ -50,7 +50,8 @@ class Mask(NamedTuple):
     changes: ScoreChanges | None = None  # beside the mask, where the model has any
     kept: dict[str, Tensor] | None = None  # what one layer computes for all
     scale: Tensor | None = None  # [S, 1, 1] or [B, S, 1, 1], by which queries are multiplied
-    lengths: tuple[tuple[int, ...], ...] = ()  # of each row's documents, one behind the other
+    sequences: Sequences | None = None  # the rows' documents, or the rows
+    window: int = 0  # newest tokens that a token sees; 0: all, or as the bias says
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class AttentionBackend:
     ``function(q [B,H,S,D], k [B,G,T,D], v [B,G,T,D], mask) -> [B,H,S,D]``; H is a multiple of G.
     ``wants_bias``: the function cannot apply causality itself and must always be given it as a bias.
     ``separates``: it masks documents by their numbers, and is given no bias for them.
-    ``splits``: on a CPU it attends within each document, where nothing but causality masks it besides.
+    ``splits``: it attends within each document, and on a GPU within windows, without a bias for them.
     """
 
     name: str
@@ -131,7 +132,7 @@ def make_mask(
     dtype: torch.dtype,
     documents: Tensor | None = None,
     positions: Tensor | None = None,
-    splits: bool = False,
+    sequences: Sequences | None = None,
 ) -> Mask:
     """The mask for queries ``start .. start + length`` over keys ``0 .. start + length``.
 
@@ -139,7 +140,7 @@ def make_mask(
 
     ``padding`` [B, T] bool: True = real token. ``documents`` [B, T]: a token sees only those of the same number.
     ``positions`` [S] or [B, S]: those of the queries, where they are others. No tensor is made where a flag says it
-    all, or with ``splits`` (:class:`AttentionBackend`) the documents' lengths.
+    all, nor where the backend can attend within ``sequences`` (the documents, or the rows) instead.
     """
     total = start + length
     scale = None if windowed else temperature(spec, positions, start, length, device)
@@ -152,8 +153,9 @@ def make_mask(
             return Mask(None, False, scale=scale)
         if start == 0 and not wants_bias:
             return Mask(None, True, scale=scale)
-    if documents is not None and splits and padding is None and window is None and causal and start == 0:
-        return Mask(None, True, scale=scale, lengths=document_lengths(documents))
+    slides = window is None or (has_varlen(device) and not spec.chunked_window)
+    if sequences is not None and padding is None and slides and start == 0 and length > 1:
+        return Mask(None, causal, scale=scale, sequences=sequences, window=window or 0)
     query = torch.arange(start, total, device=device)[:, None]
     key = torch.arange(total, device=device)
     allowed = key <= query if spec.causal else (key >= 0).expand(length, -1)
@@ -169,11 +171,6 @@ def make_mask(
     # instead of NaN, and adding a negative score to it cannot overflow.
     bias = torch.zeros(allowed.shape, dtype=dtype, device=device)
     return Mask(bias.masked_fill_(~allowed, torch.finfo(dtype).min / 2), False, scale=scale)
-
-
-def document_lengths(documents: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Lengths of the documents of each row of ``documents`` [B, T], which are runs of equal numbers."""
-    return tuple(tuple(row.unique_consecutive(return_counts=True)[1].tolist()) for row in documents)
 
 
 def _same_chunk(size: int, positions: Tensor | None, start: int, key: Tensor) -> Tensor:
@@ -249,10 +246,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """PyTorch's fused attention (flash or memory-efficient kernels): no score matrix (arXiv:2205.14135)."""
     batch, heads, length, width = q.shape
     groups = k.shape[1]
+    if mask.sequences is not None:
+        return _within(q, k, v, mask, mask.sequences)
     if mask.changes is not None:
         return _flash_changed(q, k, v, mask, mask.changes)
-    if mask.lengths:
-        return _within_documents(q, k, v, mask.lengths)
     if length == 1 and groups < heads and (mask.bias is None or mask.bias.dim() == 2):
         # Decoding: the heads that share a key head become the queries of one head; keys are read once.
         q = q.reshape(batch, groups, heads // groups, width)
@@ -260,16 +257,28 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return fused(q, k, v, mask.bias, mask.causal, groups < heads)
 
 
-def _within_documents(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Causal attention within documents of these ``lengths``: work grows with the squares of the lengths and not of the
+def _within(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences) -> Tensor:
+    """Attention within each of the ``sequences``, which takes work as the squares of their lengths and not of the
     row's."""
+    return (_each if q.device.type == "cpu" else _packed)(q, k, v, mask, sequences)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences) -> Tensor:
+    """By one kernel, on GPUs."""
+    sinks = None if mask.changes is None else mask.changes.sinks
+    q, k, v = (t.to(compute_dtype(t)) for t in (q, k, v))
+    return varlen_attention(q, k, v, sequences, mask.causal, mask.window, sinks)
+
+
+def _each(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences) -> Tensor:
+    """By a call for each, on a CPU."""
     batch, heads, length, _ = q.shape
-    each, grouped = [n for row in lengths for n in row], k.shape[1] < heads
+    each, grouped = sequences.ends.diff().tolist(), k.shape[1] < heads
     rows = (t.transpose(1, 2).flatten(0, 1).split(each) for t in (q, k, v))
     found = []
     for part in zip(*rows, strict=True):
         queries, keys, values = (t.transpose(0, 1)[None] for t in part)
-        found.append(fused(queries, keys, values, None, True, grouped)[0].transpose(0, 1))
+        found.append(fused(queries, keys, values, None, mask.causal, grouped)[0].transpose(0, 1))
     return torch.cat(found).view(batch, length, heads, -1).transpose(1, 2)
 
 

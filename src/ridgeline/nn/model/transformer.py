@@ -25,6 +25,7 @@ from ridgeline.nn.model.attention import (
     plain_cache,
 )
 from ridgeline.nn.model.cross import CrossAttention, Source, padding_mask, relative_bias, with_bias
+from ridgeline.nn.model.flash_blocks import Sequences, fits_varlen, has_varlen
 from ridgeline.nn.model.latent import LatentAttention
 from ridgeline.nn.model.mlp import ACTIVATIONS, MLP
 from ridgeline.nn.model.moe import MoE
@@ -253,7 +254,7 @@ class Transformer(nn.Module):
         self.sequence_parts = 1
         """Number of ranks over which the incoming hidden states (in a model without ``embed``) divide the sequence."""
         self.splits_documents = True
-        """Whether attention on a CPU may be divided by documents, whose lengths differ in every batch."""
+        """Whether attention may be divided by documents, whose lengths differ in every batch."""
         self.cache_of: CacheOf = plain_cache
         """Creates the cache of a layer's keys and values; a technique may replace it by a smaller format."""
         self.complete: Callable[[str], None] = _nothing_left
@@ -307,6 +308,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         source: Tensor | None = None,
         source_mask: Tensor | None = None,
+        sequences: Sequences | None = None,
     ) -> Tensor:
         """Token ids [B, S] (or, in a model without ``embed``, hidden states [B, S, H]) → logits [B, S, V].
 
@@ -314,7 +316,7 @@ class Transformer(nn.Module):
         (with a cache: [B, everything so far]) is True for real tokens; None means all are. ``cache`` maps layer names
         to their :class:`LayerCache`. ``documents`` [B, S] numbers the packed documents of a row, each a run of equal
         numbers, which do not see each other and whose ``positions`` start anew (all of the sequence's, where that is
-        divided over ranks).
+        divided over ranks); ``sequences`` is where these end, which a GPU's kernel must be told to attend within them.
         ``source`` [B, T] is what an encoder reads, and ``source_mask`` [B, T] True for its real tokens; a cache that
         has read it takes its place.
         ``return_hidden`` gives what the head would read, [B, S, H], for :func:`ridgeline.nn.token_loss`.
@@ -329,14 +331,14 @@ class Transformer(nn.Module):
         own = documents if self.backend.separates else None
         separate = None if self.backend.separates else documents
         wants = self.backend.wants_bias or self.spec.position == "relative"
-        splits = self.splits_documents and self.backend.splits and device.type == "cpu" and cache is None
-        splits = splits and not (wants or self.spec.score_changes)
+        whole = cache is None and padding is None and not wants and self.backend.splits
+        runs = self._sequences(x, length, documents, sequences) if whole else None
         kinds: dict[bool, tuple[Mask, Rope | None]] = {}
         encoded = self._source(source, source_mask, dtype) if self.encoder else None
         for name, block in self.layers.items():
             if (kind := bool(block.windowed)) not in kinds:
                 mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate, positions,
-                                 splits)  # fmt: skip
+                                 runs)  # fmt: skip
                 if self.embed is not None and self.embed.decoder_relative is not None:
                     bias = relative_bias(self.embed.decoder_relative, self.spec, False, start, length, start + length,
                                          device)  # fmt: skip
@@ -349,6 +351,25 @@ class Transformer(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         return x if return_hidden or self.head is None else self.head(x)
+
+    def _sequences(self, x: Tensor, length: int, documents: Tensor | None, given: Sequences | None) -> Sequences | None:
+        """What attention of rows without a cache or padding can be divided into; None: a mask is needed or nothing
+        is."""
+        spec = self.spec
+        if documents is not None and not self.splits_documents:
+            return None
+        if has_varlen(x.device):
+            if spec.attention_soft_cap is not None or spec.position == "alibi":
+                return None
+            if not fits_varlen(compute_dtype(x), spec.head_dim):
+                return None
+            if documents is not None:
+                return given
+            windowed = spec.sliding_window is not None and spec.sliding_window < length
+            return Sequences.of_rows(x.shape[0], length, x.device) if windowed else None
+        if documents is None or x.device.type != "cpu" or not spec.causal or spec.score_changes:
+            return None
+        return Sequences.of_documents(documents)
 
     def _source(self, ids: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Source:
         """What the encoder makes of ``ids`` [B, T]."""

@@ -141,6 +141,7 @@ class Cramming(Technique):
             run.data.batches = run.hooks.states["ramp"] = Ramp(
                 run.data.batches, e.batch_size, least, self.start, self.ramp, spending.share
             )
+            run.data.ahead = False  # rows follow from what is spent
         batches = run.data.batches
 
         def used() -> None:

@@ -101,6 +101,7 @@ class DynamicBatchLoading(Technique):
                                      run.experiment.batch_size, w.seed, int(self.limit), self.weights)  # fmt: skip
         batches.reference = list(self.reference)
         run.data.batches = run.hooks.states["domains"] = batches
+        run.data.ahead = False  # weights follow from losses
         measured = [-1]
 
         def prepare(step: int) -> None:

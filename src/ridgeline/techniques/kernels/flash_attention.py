@@ -20,8 +20,10 @@ class FlashAttention(Technique):
     """Fuse scores, mask, softmax and values into one kernel that never writes the score matrix (Dao et al. 2022).
 
     Without it, attention is the explicit product of three operators; with it, PyTorch's fused
-    ``scaled_dot_product_attention`` (FlashAttention-2 on CUDA, its blocked counterpart on CPU). It has no soft caps on
-    scores: attention with these goes by blocks of queries that are computed again in backward.
+    ``scaled_dot_product_attention`` (FlashAttention-2 on CUDA, its blocked counterpart on CPU). Packed documents are
+    computed each by itself, on CUDA in 16 bits by one kernel, which in training has sliding windows too; elsewhere
+    these are a bias on the scores. It has no soft caps on scores: attention with these goes by blocks of queries that
+    are computed again in backward.
     """
 
     card: ClassVar[Card] = Card(
@@ -71,13 +73,16 @@ class FlashAttention(Technique):
         batch = max(1, g.tokens // g.length)
         documents = e.is_training and e.training.separates_documents
         capped = e.model.attention_soft_cap is not None
-        # A CPU attends within each document instead, and joins the results.
-        splits = documents and e.cluster.device.kind == "cpu" and e.model.causal
-        splits = splits and not e.model.score_changes and not has(e, "compiled_blocks")
+        cpu, varlen = e.cluster.device.kind == "cpu", _has_varlen(e)
+        # Attention within each document: on a CPU by calls, whose results are joined, on a GPU by one kernel, to which
+        # the stages of a pipeline cannot pass where documents end.
+        able = e.model.causal and not e.model.score_changes if cpu else varlen and e.parallel.get("pp", 1) == 1
+        splits = documents and able and not has(e, "compiled_blocks")
         separate = documents and not splits
         cut, mixed = bool(window and length > window), e.model.window_every > 1
-        # The kernel handles none of this itself: one mask serves all layers of a kind.
-        masks = (batch if documents else 1) if cut else 0
+        slides = cut and varlen and not separate and not e.model.chunked_window
+        # Other kernels handle none of this themselves: one mask serves all layers of a kind.
+        masks = (batch if documents else 1) if cut and not slides else 0
         masks += (batch if separate else 1) if (capped or separate) and (mixed or not cut) else 0
         g.buffers += masks * length * length * DTYPE_BYTES[e.dtype]
         if e.model.position == "alibi":  # as a bias, which the mask is a part of
@@ -86,13 +91,17 @@ class FlashAttention(Technique):
         later = self.generation in (None, 2) and e.cluster.device.architecture.lower() in _AFTER_AMPERE
 
         def fuse(b: Block) -> None:
-            masked = (cut and (b.kind[1] or not mixed)) or separate
+            windowed = cut and (b.kind[1] or not mixed)
+            masked = (windowed and not slides) or separate
             kernel = BIASED if first or masked or capped else PORTABLE if later else ""
-            causal = e.model.causal and not masked
+            banded = windowed and slides and e.model.causal
+            causal = e.model.causal and not masked and not banded
             share = _computed(length) if capped and causal and length > 1 else 1.0
-            _fuse(b, groups, batch, causal, kernel if e.is_training else "", share)
+            share = _band(window, length) if banded and window else share
+            keys = min(length, window + _BLOCK) if banded and window else 0
+            _fuse(b, groups, batch, causal, kernel if e.is_training else "", share, keys)
             context = b.saved.get("attention.context")
-            if splits and context and not masked:
+            if splits and cpu and context and not masked:
                 b.saved["attention.parts"] = Saved(context.bytes, frozenset({"attention.flash.bwd"}))
 
         g = g.each_block(fuse, layers_only=True)
@@ -107,8 +116,29 @@ class FlashAttention(Technique):
 
 _AFTER_AMPERE = ("hopper", "blackwell")
 """Architectures whose fused attention was measured with kernels other than PyTorch's (see ``catalog/efficiency``)."""
+_VARLEN = ("ampere", "ada", *_AFTER_AMPERE)
+"""Architectures on which PyTorch's kernel for sequences of different lengths runs."""
 _PARTS = ("scores", "soft_cap", "mask", "softmax", "values")
 _BACKWARD_PARTS = ("soft_cap.bwd", "values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")
+
+
+_BLOCK = 128
+"""Queries of a block of the kernel, which sees all keys that one of them does."""
+
+
+def _has_varlen(e: Experiment) -> bool:
+    """Whether attention in training is by PyTorch's kernel for documents and windows."""
+    m, device = e.model, e.cluster.device
+    narrow = e.dtype in ("bf16", "fp16") or has(e, "compute_dtype")
+    changed = m.attention_soft_cap is not None or m.position in ("alibi", "relative")
+    fits = m.head_dim <= 256 and m.head_dim % 8 == 0
+    return e.is_training and device.architecture.lower() in _VARLEN and narrow and fits and not changed
+
+
+def _band(window: int, length: int) -> float:
+    """The part of all scores of a row that are within ``window`` of each other: as elsewhere, the causal half of them
+    counts twice."""
+    return 1.0 - (1.0 - window / length) ** 2
 
 
 def _computed(length: int) -> float:
@@ -118,10 +148,11 @@ def _computed(length: int) -> float:
     return found / (length * length)
 
 
-def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str, share: float) -> None:
+def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str, share: float,
+          keys: int) -> None:  # fmt: skip
     """Replace the operators of every attention of a block of ``batch`` sequences; ``groups`` query heads share one
     key/value head; ``causal``: the kernel may skip the masked half of self-attention in a decoder; ``share``: the part
-    of the products that is counted."""
+    of the products that is counted; ``keys``: those that a block of queries sees, if not all."""
     for prefix in ("attention", "cross_attention"):
         scores = next((o for o in b.forward if o.name == f"{prefix}.scores"), None)
         if scores is None:
@@ -137,7 +168,8 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str, share: f
         each = max(1, heads // batch)
         if any(o.name == f"{prefix}.absorb" for o in b.forward):
             groups, kernel = each, LATENT
-        shape = (batch, each, max(1, each // groups), q_len, kv_len, dim)
+        seen = keys if keys and prefix == "attention" else kv_len
+        shape = (batch, each, max(1, each // groups), q_len, seen, dim)
         masked = causal and prefix == "attention" and b.name.startswith("layers")
         fused = Op(f"{prefix}.flash", "attention", "attention", flops=flops, bytes=elements * width,
                    dtype=scores.dtype, shape=shape, causal=masked, kernel=kernel)  # fmt: skip
@@ -148,8 +180,8 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str, share: f
                       scores.dtype, shape, causal=masked, kernel=kernel)  # fmt: skip
             b.backward = _replace(b.backward, old_backward, grad)
             saved = {k: v for k, v in b.saved.items() if not k.startswith((f"{prefix}.probs", f"{prefix}.capped"))}
-            keys = heads * kv_len * dim * width / groups
-            for part, kept in (("q", heads * q_len * dim * width), ("k", keys), ("v", keys)):
+            shared = heads * kv_len * dim * width / groups
+            for part, kept in (("q", heads * q_len * dim * width), ("k", shared), ("v", shared)):
                 saved[f"{prefix}.{part}"] = Saved(kept, frozenset({grad.name}))
             context = saved.get(f"{prefix}.context")
             own, users = frozenset({grad.name}), context.users if context else frozenset()
