@@ -147,7 +147,8 @@ ENGINES: dict[str, EngineCosts] = {
             prefill_share=1.0, request_s=20e-3,
             max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, shares=False,
             one_shot=False,
-            spill_tokens=2048, spill_s=120e-6, source="fitted to llama2-70b on 2, 4 and 8 A100", fitted_on=("a100-80g-sxm",),
+            spill_tokens=2048, spill_s=120e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
+            fitted_on=("a100-80g-sxm",),
         ),
         EngineCosts(
             "vllm", "vLLM V1 (2025), CUDA graphs, chunked prefill", True,
@@ -234,7 +235,9 @@ ENGINES["hf"] = replace(
     fitted_on=(),
 )  # fmt: skip
 ENGINES[OWN] = replace(ENGINES[OWN], **BARE)
-ENGINES[PLANNED] = replace(ENGINES["vllm"], name=PLANNED, title="The plan's schedule on vLLM's host time", fitted_on=(), **BARE)
+ENGINES[PLANNED] = replace(
+    ENGINES["vllm"], name=PLANNED, title="The plan's schedule on vLLM's host time", fitted_on=(), **BARE
+)
 ALIASES = {
     "transformers": "hf",
     "text-generation-inference": "tgi",
