@@ -429,9 +429,13 @@ class Graph:
         found: list[list[Block]] = []
         counts = self.pipeline.layers if self.pipeline else ()
         ends = list(accumulate(counts or even(len(order), parts)))
+        made: dict[tuple[int, int], Block] = {}  # stages with as many layers share a block
         for start, end in zip([0, *ends], ends, strict=False):
-            mine = order[start:end]
-            found.append([layers[i].repeated(n) for i, n in Counter(mine).items()])
+            counts_of = Counter(order[start:end]).items()
+            for key in counts_of:
+                if key not in made:
+                    made[key] = layers[key[0]].repeated(key[1])
+            found.append([made[key] for key in counts_of])
         others = [b for b in self.blocks if not b.is_layer]
         found[0] = [b for b in others if not b.is_head] + found[0]
         found[-1] += [b for b in others if b.is_head]

@@ -50,8 +50,8 @@ def _known(e: Experiment, result: Result, validated: bool) -> Known:
         waiting = result.metrics["waiting_share"].value if "waiting_share" in result.metrics else 0.0
         if waiting:
             result.notes.append(
-                "wider interval of the time to first token: clients with requests of one length stay in step, real ones may"
-                " not; length_cv of the workload says how much lengths vary"
+                "wider interval of the time to first token: clients with requests of one length stay in step, real ones"
+                " may not; length_cv of the workload says how much lengths vary"
             )
     return Known(validated, fitted, waiting)
 
