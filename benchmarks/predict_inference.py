@@ -5,11 +5,13 @@
 DATA_DIR holds generation.csv, generation_engines.csv and serving.csv (the schemas of `ridgeline validate`). Errors of
 serving are with what is inferred of the load generators, and in lines that end in "fields only" with the file alone.
 Engines left out: the rows of an engine predicted with its mechanisms and another engine's seconds, as for an engine
-that nobody has measured.
+that nobody has measured. Intervals: the share of rows inside the 95 % interval that their prediction states, its mean
+width, and both with the constant behind it set without the judged engine.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -18,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ridgeline import experiments
-from ridgeline.predict import predict
+from ridgeline.predict import interval, predict
 from ridgeline.predict.serving.engine_costs import ENGINES
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import generation_rows as generation
@@ -26,9 +28,23 @@ from ridgeline.validate import serving_rows as serving
 from ridgeline.validate.csv_table import BadCell, read_table
 
 
+class Spread(float):
+    """A stated spread that remembers what it is made of."""
+
+
+def remembered(rows, task, first, known):
+    own = Spread(interval.latency_spread(rows, task, first, known))
+    own.parts, own.task, own.first, own.known = interval.spread_of(rows, task), task, first, known
+    return own
+
+
+generation.latency_spread = serving.latency_spread = remembered
+
+
 def judge(path, schema):
-    """{(regime, quantity): signed errors} and the number of rows that could not be judged."""
-    errors, skipped, seen = defaultdict(list), 0, set()
+    """{(regime, quantity): signed errors}, the number of rows that could not be judged, and (engine, case) of the
+    others."""
+    errors, skipped, seen, judged = defaultdict(list), 0, set(), []
     for row in read_table(path):
         key = tuple(row.cells.get(c, "") for c in (*schema.REQUIRED, "backend", "precision", "pp", "ep"))
         if key in seen:  # repetitions of one configuration count once
@@ -45,7 +61,8 @@ def judge(path, schema):
             engine = row.text("backend", generation.ENGINE)
             for regime in (f"{model} {device} {engine} tp{row.text('tp')}", f"all {engine}", "all"):
                 errors[regime + alone, case.quantity].append(case.error)
-    return errors, skipped
+            judged.append((engine, case))
+    return errors, skipped, judged
 
 
 def table(title, errors, skipped):
@@ -83,6 +100,82 @@ def left_out(path):
         return judge(path, serving)
     finally:
         ENGINES.update(own)
+
+
+BEFORE = {("generate", True): 0.0, ("serve", True): 0.20}
+"""The errors in addition to the operators' and the step's that intervals counted with until load and engine did."""
+
+
+def variance(case, **constants):
+    """Of a case, with these constants of intervals and the shipped ones otherwise."""
+    s = case.spread
+    first = constants.get("FIRST", interval.FIRST[s.task]) if s.first else 0.0
+    load = constants.get("LOAD", interval.LOAD) * s.known.waiting if s.first else 0.0
+    part = "first" if s.first else "token"
+    engine = constants.get("ENGINE", 0.0 if s.known.engine else interval.ENGINE[part])
+    return s.parts**2 + first**2 + load**2 + engine**2
+
+
+def inside(cases, **constants):
+    """(share inside the interval, mean factor that it reaches either way)."""
+    reach = [1.96 * math.sqrt(variance(c, **constants)) for c in cases]
+    held = [abs(math.log(c.predicted / c.measured)) <= r for c, r in zip(cases, reach, strict=True)]
+    return statistics.fmean(held), math.exp(statistics.fmean(reach))
+
+
+def least(groups, name):
+    """The constant with which 95 % of the rows are inside, all groups of equal weight."""
+    low, high = 0.0, 3.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        enough = statistics.fmean(inside(g, **{name: middle})[0] for g in groups) >= 0.95
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+def interval_classes(fixed, served, foreign):
+    """{(what is judged, the constant behind it): {engine: cases}}."""
+    classes = defaultdict(lambda: defaultdict(list))
+    for engine, case in fixed:
+        if case.spread.first:
+            classes["fixed batches, TTFT", "FIRST"][engine].append(case)
+    for engine, case in served:
+        alone, kind = case.group.endswith(serving.ALONE), "TTFT" if case.spread.first else "TPOT"
+        constant = "" if not case.spread.first else "LOAD" if alone else "FIRST"
+        classes[f"serving, {kind}{serving.ALONE if alone else ''}", constant][engine].append(case)
+    for engine, case in (
+        *foreign,
+        *((f"{e} on {c.group.split()[0]}", c) for e, c in fixed if not c.spread.known.engine),
+    ):
+        if not case.group.endswith(serving.ALONE) or case.spread.first:
+            kind = "TTFT" if case.spread.first else "TPOT"
+            known = case.spread.task == "serve" and case.spread.first and not case.group.endswith(serving.ALONE)
+            if not known:  # nobody knows the load of an engine that was not measured
+                classes[f"engine not measured, {kind}", "ENGINE"][engine].append(case)
+    return classes
+
+
+def intervals(fixed, served, foreign):
+    """The table of intervals."""
+    print(f"\n{'intervals: inside, mean factor':58} {'n':>4} {'before':>12} {'stated':>12} {'left out':>12}")
+    rows = []
+    for (what, constant), groups in interval_classes(fixed, served, foreign).items():
+        foreign_rows = constant == "ENGINE"
+        for engine, cases in groups.items():
+            others = [g for e, g in groups.items() if e != engine]
+            was = {"LOAD": 0.0, "ENGINE": 0.0, "FIRST": BEFORE.get((cases[0].spread.task, cases[0].spread.first), 0.0)}
+            kept = {"ENGINE": interval.ENGINE["first" if cases[0].spread.first else "token"]} if foreign_rows else {}
+            row = {"class": what, "engine": engine, "n": len(cases), "before": inside(cases, **was),
+                   "stated": inside(cases, **kept)}  # fmt: skip
+            if constant and others:
+                without = least(others, constant)
+                row |= {"constant": constant, "left_out_constant": without,
+                        "pooled_constant": least([*groups.values()], constant),
+                        "left_out": inside(cases, **{constant: without})}  # fmt: skip
+            rows.append(row)
+            texts = [f"{row[k][0]:6.1%} x{row[k][1]:.2f}" if k in row else "" for k in ("before", "stated", "left_out")]
+            print(f"{what + ': ' + engine:58} {row['n']:4} " + " ".join(f"{t:>12}" for t in texts))
+    return rows
 
 
 def clock(ask, repeats=5):
@@ -123,13 +216,16 @@ def main():
     parser.add_argument("data", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    report = {}
+    report, judged = {}, {}
     for name, schema in (("generation", generation), ("generation_engines", generation), ("serving", serving)):
         path = args.data / f"{name}.csv"
         if not path.is_file():
             sys.exit(f"no {path.name} in {args.data}")
-        report[name] = table(path.name, *judge(path, schema))
-    report["serving, engines left out"] = table("serving.csv, engines left out", *left_out(args.data / "serving.csv"))
+        errors, skipped, judged[name] = judge(path, schema)
+        report[name] = table(path.name, errors, skipped)
+    errors, skipped, foreign = left_out(args.data / "serving.csv")
+    report["serving, engines left out"] = table("serving.csv, engines left out", errors, skipped)
+    report["intervals"] = intervals([*judged["generation"], *judged["generation_engines"]], judged["serving"], foreign)
     report["speed"] = speed()
     print(f"\nGPT-3 175B on 4 A100, prefill and 1000 tokens: {report['speed']['gpt3_1000_tokens_s'] * 1e3:.1f} ms")
     print(f"simulated requests per minute: {report['speed']['requests_per_minute']:,.0f}")

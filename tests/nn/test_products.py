@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline import catalog
 from ridgeline.nn.kernels import products
@@ -85,6 +86,9 @@ def test_what_it_does_not_suit(taken):
         assert y.is_meta or torch.equal(y, F.linear(x, w))
     with torch.autocast("cpu", torch.bfloat16):
         assert products.linear(torch.randn(2, 1 << 10), large).dtype is torch.bfloat16
+    with FlopCounterMode(display=False) as counted:
+        products.linear(torch.randn(2, 1 << 10), large)
+    assert counted.get_total_flops() == 2 * 2 * large.numel()
     assert not taken
     products.linear(torch.randn(2, 1 << 10), large)
     products.linear(torch.randn(1 << 8, 1 << 9), large.view(1 << 12, 1 << 9)[: 1 << 9])

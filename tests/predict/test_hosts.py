@@ -18,7 +18,7 @@ def offloaded(on, model="llama2-13b", **host):
     return e.model_copy(update={"cluster": e.cluster.model_copy(update={"device": device})})
 
 
-@pytest.mark.parametrize("name", ["a800-80g", "rtx4090", "rtx3090"])
+@pytest.mark.parametrize("name", ["a800-80g", "rtx4090-xeon-6230", "rtx3090"])
 def test_servers_of_the_benchmark_paper(name):
     host = catalog.device(name).host
     assert host.cores in (32, 40, 48)
@@ -41,3 +41,21 @@ def test_the_update_is_bound_by_the_memory_of_the_node_or_by_its_cores():
 
     assert update(memory_bandwidth=204.8e9) == pytest.approx(2 * update())
     assert update(cores=4) == pytest.approx(update() * 204.8e9 / 20e9)
+
+
+def test_host_memory_is_reached_over_the_processors_own_lanes():
+    """96 lanes of PCIe 3.0 for eight cards with 16 of PCIe 4.0 each."""
+    few, enough = "8xrtx4090-xeon-6230", "8xrtx4090"
+
+    def copies(on):
+        rows = predict(offloaded(on)).breakdown
+        return sum(r.seconds for r in rows if r.kind in ("d2h", "h2d"))
+
+    def sums(on):
+        e = experiments.make("llama2-7b", on, {"kind": "pretrain", "seq_len": 350, "batch_size": 8}, ["data_parallel"])
+        return sum(r.seconds for r in predict(e).breakdown if r.kind == "all_reduce")
+
+    host, link = catalog.device("rtx4090-xeon-6230").host, catalog.device("rtx4090").link
+    assert host.pcie_bandwidth < 8 * link.bandwidth
+    assert copies(few) == pytest.approx(copies(enough) * 4 * link.bandwidth / host.pcie_bandwidth, rel=0.01)
+    assert sums(few) > 1.3 * sums(enough)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Literal, cast
@@ -108,8 +108,20 @@ class Op:
 
 _names_of_op = tuple(f.name for f in fields(Op) if f.init)
 _values_of_op = attrgetter(*_names_of_op)
-_OpDraft = make_dataclass("_OpDraft", [(f.name, f.type, field(default=None)) for f in fields(Op)], slots=True)
+_OpDraft = make_dataclass(
+    "_OpDraft", [(f.name, f.type, field(default=None if f.default is MISSING else f.default)) for f in fields(Op)],
+    slots=True,
+)  # fmt: skip
 """An operator whose fields can still be set: a frozen class sets each of its own ten times slower."""
+
+
+def _op(cls: type[Op], *args: Any, **values: Any) -> Op:
+    new: Any = _OpDraft(*args, **values)
+    new.__class__ = cls  # of the same slots
+    return cast(Op, new)
+
+
+Op.__new__, Op.__init__ = _op, object.__init__  # type: ignore[method-assign, assignment]
 keep_time: Callable[[Op, Any], None] = vars(Op)["timed"].__set__
 """Sets :attr:`Op.timed`, although the class is frozen."""
 
@@ -417,9 +429,13 @@ class Graph:
         found: list[list[Block]] = []
         counts = self.pipeline.layers if self.pipeline else ()
         ends = list(accumulate(counts or even(len(order), parts)))
+        made: dict[tuple[int, int], Block] = {}  # stages with as many layers share a block
         for start, end in zip([0, *ends], ends, strict=False):
-            mine = order[start:end]
-            found.append([layers[i].repeated(n) for i, n in Counter(mine).items()])
+            counts_of = Counter(order[start:end]).items()
+            for key in counts_of:
+                if key not in made:
+                    made[key] = layers[key[0]].repeated(key[1])
+            found.append([made[key] for key in counts_of])
         others = [b for b in self.blocks if not b.is_layer]
         found[0] = [b for b in others if not b.is_head] + found[0]
         found[-1] += [b for b in others if b.is_head]

@@ -90,6 +90,7 @@ def _interleaved(rank: int, ranks: int, micros: int, chunks: int) -> tuple[Actio
     return tuple(out)
 
 
+@lru_cache(maxsize=1024)
 def in_flight(schedule: str, rank: int, ranks: int, micros: int, chunks: int = 1) -> float:
     """Maximum number of micro-batches whose activations a rank holds, in units of all its chunks."""
     if schedule != "gpipe":  # what is in flight no longer grows once the pipeline is full

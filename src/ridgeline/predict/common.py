@@ -9,7 +9,7 @@ from ridgeline.graph import Graph
 from ridgeline.predict.machine import machine
 from ridgeline.predict.step.peak_memory import Peak
 from ridgeline.spec.device import Cluster
-from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.experiment import Experiment, id_of
 from ridgeline.spec.result import Memory, Metric, Result
 from ridgeline.techniques.technique import Technique
 
@@ -67,11 +67,12 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
     if "tokens_per_s" in metrics:
         for name, value in cost_of(e.cluster, metrics["tokens_per_s"].value).items():
             metrics[name] = metric(value, *_COST[name])
+    canonical = e.canonical()
     return Result(
         source="predicted",
-        experiment_id=e.id,
+        experiment_id=id_of(canonical),
         name=e.name,
-        experiment=e.canonical(),
+        experiment=canonical,
         status="ok" if fits else "infeasible",
         reason="" if fits else verdict,
         environment={

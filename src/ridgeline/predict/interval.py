@@ -1,8 +1,9 @@
 """Confidence intervals of predictions, combined from the known errors of the parts.
 
 Errors of one kind of operator are correlated (they share constants), so their seconds add up; errors of different kinds
-are independent, so their squares do. The error of whole steps beyond their parts is a constant per task, from
-cross-validation on open data (``benchmarks/results``).
+are independent, so their squares do. The error of whole steps beyond their parts is a constant per task, and others are
+of what is not known: the load, the engine. They are such that 95 % of the errors of left-out classes lie inside the
+interval (``benchmarks/predict_inference.py``), every engine counting as much as any other.
 """
 
 from __future__ import annotations
@@ -10,19 +11,28 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ridgeline.spec.result import Metric, Row
 
 STEP = {"pretrain": 0.05, "finetune": 0.05, "generate": 0.08, "compress": 0.08, "serve": 0.12}
 """Relative 68 % error of a whole step, batch or simulation in addition to the errors of its operators."""
-QUEUE = 0.20
-"""The same for the time to first token under load, which includes queueing."""
+FIRST = {"generate": 0.07, "serve": 0.28}
+"""The same of the time to first token in addition: how prompts are batched, and in serving how requests queue."""
+LOAD = 0.26
+"""The same for the share of a time to first token that a request waits for others, if nothing is known of the load
+generator but its lengths and its number of clients: how much lengths vary, and whether all clients start at once."""
+ENGINE = {"first": 0.34, "token": 0.14}
+"""The same for an engine, or a device under it, that has no published measurements: until the first token, and per
+token."""
 MEMORY = 0.04
 """The same for peak memory."""
 UNVALIDATED = 0.15
 """The same for a plan with a technique whose predictions were never compared with published measurements (assumed)."""
 _UNKNOWN = 0.3
 _EXACT = ("tokens_per_step", "trained_parameters", "kv_cache_tokens")
+_PHASES = {"ttft": "prefill", "tpot": "decode", "itl": "decode"}
+"""The phase of the breakdown that metrics of these names are made of."""
 _95 = 1.96
 
 
@@ -38,16 +48,42 @@ def spread_of(rows: Iterable[Row], task: str) -> float:
     return math.hypot(parts, STEP[task])
 
 
-def add_intervals(metrics: dict[str, Metric], rows: Iterable[Row], task: str, validated: bool = True) -> None:
-    """Give every metric its 95 % interval, in place; wider if not all techniques are ``validated`` in the task."""
-    spread = math.hypot(spread_of(rows, task), 0.0 if validated else UNVALIDATED)
+class Known(NamedTuple):
+    """What is known of a prediction beside its operators."""
+
+    validated: bool = True
+    """Whether all techniques were compared with published measurements in the task."""
+    engine: bool = True
+    """Whether the seconds of its engine were fitted to measurements on its device; also without an engine."""
+    waiting: float = 0.0
+    """Share of the mean time to first token that requests wait for others, where the load is not known."""
+
+
+def latency_spread(rows: Iterable[Row], task: str, first: bool, known: Known = Known()) -> float:
+    """Relative 68 % error of a latency, throughput or other time: until the ``first`` token, or not."""
+    own = [spread_of(rows, task)]
+    if first and task in FIRST:
+        own += [FIRST[task], LOAD * known.waiting]
+    if not known.engine:
+        own.append(ENGINE["first" if first else "token"])
+    if not known.validated:
+        own.append(UNVALIDATED)
+    return math.hypot(*own)
+
+
+def add_intervals(metrics: dict[str, Metric], rows: Iterable[Row], task: str, known: Known = Known()) -> None:
+    """Give every metric its 95 % interval, in place."""
+    rows = list(rows)
+    spreads: dict[tuple[str, bool], float] = {}
     for name, m in metrics.items():
         if name in _EXACT:
             m.low = m.high = m.value
             continue
-        own = MEMORY if name == "peak_bytes" else spread
-        if task == "serve" and name.startswith("ttft"):
-            own = math.hypot(own, QUEUE)
+        phase = next((p for start, p in _PHASES.items() if name.startswith(start)), "")
+        key = phase, name.startswith("ttft")
+        if key not in spreads:
+            spreads[key] = latency_spread([r for r in rows if r.phase == phase] or rows, task, key[1], known)
+        own = MEMORY if name == "peak_bytes" else spreads[key]
         factor = math.exp(_95 * own)
         m.low, m.high = m.value / factor, m.value * factor
         if m.unit == "" and name.endswith(("_share", "mfu", "hfu")):

@@ -106,6 +106,8 @@ class Host(BaseModel):
     memory_bytes: PositiveFloat
     memory_bandwidth: PositiveFloat
     """Bytes/s of all channels of all sockets."""
+    pcie_bandwidth: PositiveFloat | None = None
+    """Bytes/s, one direction, of all PCIe lanes of all sockets; None: enough for every device."""
     source: str = ""
 
 

@@ -16,6 +16,12 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import TRAINING_TASKS, Training, Workload
 
 
+def id_of(canonical: dict[str, Any]) -> str:
+    """First 12 hex digits of the SHA-256 of an experiment's canonical form."""
+    text = json.dumps(canonical, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 class Experiment(BaseModel):
     """One question: this model on this cluster, doing this work, under this plan.
 
@@ -107,5 +113,4 @@ class Experiment(BaseModel):
     @cached_property
     def id(self) -> str:
         """First 12 hex digits of the SHA-256 of the canonical form."""
-        text = json.dumps(self.canonical(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return id_of(self.canonical())

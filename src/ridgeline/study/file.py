@@ -46,7 +46,7 @@ from ridgeline import catalog
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.study import Axis
 from ridgeline.study.operators import Operator
-from ridgeline.techniques.cards import cards
+from ridgeline.techniques.cards import classes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -130,7 +130,7 @@ class StudyFile(_Table):
             return list(catalog.systems())
         if name == "plan" and EVERY in values:
             task = table.workload.get("kind", "pretrain")
-            every = [c["name"] for c in cards() if task in c["tasks"]]
+            every = [t.card.name for t in classes() if task in t.card.tasks]
             return [v for v in values if v != EVERY] + every
         return values
 

@@ -65,10 +65,14 @@ def _meanings(cls: type[Technique]) -> dict[str, str]:
     return found
 
 
+def classes() -> list[type[Technique]]:
+    """Every technique, in phase order."""
+    return sorted(registry().values(), key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+
+
 def cards() -> list[dict[str, Any]]:
-    """Every technique's card, in phase order."""
-    found = sorted(registry().values(), key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
-    return [card(cls) for cls in found]
+    """The cards of all :func:`classes`."""
+    return [card(cls) for cls in classes()]
 
 
 def card_table(c: dict[str, Any]) -> str:

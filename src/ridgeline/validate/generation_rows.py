@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ridgeline.predict.common import rank_cluster, source_of
-from ridgeline.predict.interval import STEP
+from ridgeline.predict.interval import Known, latency_spread
 from ridgeline.predict.serving.engine_costs import find_engine
+from ridgeline.predict.serving.iteration_time import Iterations
+from ridgeline.predict.serving.simulate import iteration_rows
 from ridgeline.predict.serving.static_batch import engine_times
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.errors import UserError
@@ -68,7 +70,16 @@ def cases(row: CsvRow) -> list[Case]:
     stages, engine = row.count("pp", 1), find_engine(w.engine, cluster.device)
     if stages > 1 and not engine.hop_s:
         raise UserError(f"generation of {engine.name} over pipeline stages is not predicted", "use rows with pp = 1")
-    ttft, tpot, _ = engine_times(e, resolve(e)[1], cluster, engine, w, stages)
+    techniques = resolve(e)[1]
+    ttft, tpot, _ = engine_times(e, techniques, cluster, engine, w, stages)
+    surface = Iterations(e, techniques, cluster, engine, (w.prompt_len, w.prompt_len + w.output_len))
+    known = Known(engine=cluster.device.name in engine.fitted_on)
+    prompts = iteration_rows(surface, "prefill", 1, w.prompt_len, w.prompt_len)
+    steps = iteration_rows(surface, "decode", w.batch_size, 1, w.prompt_len + w.output_len // 2)
+    spreads = {
+        "ttft_s": latency_spread(prompts, e.task, True, known),
+        "tpot_s": latency_spread(steps, e.task, False, known),
+    }
     name = f"{e.model.name} {engine.name} {row.text('precision', 'bf16')} tp{e.parallel.get('tp', 1)} pp{stages}"
     where = f"{name} batch {w.batch_size} prompt {w.prompt_len} output {w.output_len}"
     shared: dict[str, Any] = {"label": where, "line": row.line}
@@ -83,7 +94,7 @@ def cases(row: CsvRow) -> list[Case]:
         if row.has(name) and not (name == "tpot_s" and w.output_len < 2):
             out.append(
                 Case(group, name, row.number(name, above=0.0), predicted,
-                     terms=terms, alternatives=(*plan, name) if name == "tpot_s" else None, spread=STEP["generate"],
+                     terms=terms, alternatives=(*plan, name) if name == "tpot_s" else None, spread=spreads[name],
                      source=source_of(cluster), **shared)
             )  # fmt: skip
     if not out:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from ridgeline.predict.common import rank_cluster, source_of
-from ridgeline.predict.interval import QUEUE, STEP
+from ridgeline.predict.interval import Known, latency_spread
 from ridgeline.predict.serving.arrivals import requests
 from ridgeline.predict.serving.engine_costs import ALIASES, find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.predict.serving.simulate import simulation_of
+from ridgeline.predict.serving.simulate import iteration_rows, simulation_of, waiting_share
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
@@ -90,8 +90,17 @@ def experiment(row: CsvRow, inferred: bool = True) -> Experiment:
     )[0]
 
 
-def steady(e: Experiment) -> tuple[float, float]:
-    """Mean (time to the first token, time per further token) over the requests of a closed loop."""
+class Steady(NamedTuple):
+    """Means over the requests of a closed loop, and the 68 % errors that they state."""
+
+    ttft: float
+    tpot: float
+    ttft_spread: float
+    tpot_spread: float
+
+
+def steady(e: Experiment, known_load: bool = True) -> Steady:
+    """Time to the first token and per further token over the requests of a closed loop."""
     w = e.workload
     assert isinstance(w, Serve)
     techniques, asked = resolve(e)[1], requests(w)
@@ -104,7 +113,12 @@ def steady(e: Experiment) -> tuple[float, float]:
     served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
     ttft = math.fsum(o.first[i] - o.arrival[i] for i in served) / len(served)
     tpot = math.fsum((o.finish[i] - o.first[i]) / max(1, o.output[i] - 1) for i in served) / len(served)
-    return ttft, tpot
+    engine, mean = surface.engine, max(1, round(sum(o.output[i] for i in served) / o.iterations))
+    waiting = 0.0 if known_load else waiting_share(surface, w.prompt_len, ttft)
+    known = Known(engine=e.cluster.device.name in engine.fitted_on, waiting=waiting)
+    rows = iteration_rows(surface, "decode", mean, 1, max(1, w.prompt_len + w.output_len // 2))
+    first, further = (latency_spread(rows, "serve", first, known) for first in (True, False))
+    return Steady(ttft, tpot, first, further)
 
 
 def cases(row: CsvRow) -> list[Case]:
@@ -117,7 +131,7 @@ def _judged(row: CsvRow, inferred: bool) -> list[Case]:
     e = experiment(row, inferred)
     w = e.workload
     assert isinstance(w, Serve)
-    ttft, tpot = steady(e)
+    found = steady(e, inferred)
     m, device = e.model, e.cluster.device
     lengths = f"input {row.text('input_len')} output {row.text('output_len')} concurrency {w.concurrency}"
     label = f"{m.name} {w.engine} {row.text('precision', 'bf16')} tp{e.parallel.get('tp', 1)} {lengths}"
@@ -128,16 +142,15 @@ def _judged(row: CsvRow, inferred: bool) -> list[Case]:
     clients = float(w.concurrency or 1)
     same = (m.name, device.name, w.engine, row.text("input_len"), row.text("output_len"), w.concurrency)
     out, suffix = [], "" if inferred else ALONE
-    for name, predicted, terms in (
-        ("ttft_s", ttft, (flops, 1.0)),
-        ("tpot_s", tpot, (stream, flops * clients / w.output_len, 1.0)),
+    for name, predicted, spread, terms in (
+        ("ttft_s", found.ttft, found.ttft_spread, (flops, 1.0)),
+        ("tpot_s", found.tpot, found.tpot_spread, (stream, flops * clients / w.output_len, 1.0)),
     ):
         if row.has(name) and not (name == "tpot_s" and row.count("output_len") < 2):
             out.append(
                 Case(f"{group} {name.removesuffix('_s')}{suffix}", name, row.number(name, above=0.0), predicted,
                      label=label, terms=terms, alternatives=same if name == "tpot_s" and inferred else None,
-                     line=row.line, spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0),
-                     source=source_of(e.cluster))
+                     line=row.line, spread=spread, source=source_of(e.cluster))
             )  # fmt: skip
     if not out:
         raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")

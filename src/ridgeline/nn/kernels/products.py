@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 LARGE, MANY = 1 << 21, 1 << 26
 """Numbers of a weight, or products with it, from which oneDNN is asked: its first product of a shape takes half a
@@ -71,6 +72,8 @@ def _suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     ):
         return False
     if x.dim() < 2 or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return False
+    if _get_current_dispatch_mode() is not None:  # which knows PyTorch's operators: it counts, traces or places them
         return False
     size = weight.numel()
     return size >= LARGE or size * (x.numel() // x.shape[-1]) >= MANY

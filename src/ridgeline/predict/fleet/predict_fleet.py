@@ -12,7 +12,7 @@ from ridgeline.predict.common import metric, source_of
 from ridgeline.predict.fleet.churn import Churn
 from ridgeline.predict.fleet.members import PoolModel
 from ridgeline.predict.fleet.simulation import FleetOutcome, FleetSimulation
-from ridgeline.predict.interval import add_intervals
+from ridgeline.predict.interval import Known, add_intervals
 from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.kv_budget import Room, bytes_per_token
@@ -80,8 +80,9 @@ def _add_intervals(
     surface = next(m.costs for m in models if m.pool.role != "prefill")
     assert isinstance(surface, Iterations)
     validated = all("serve" in t.card.validated for e in experiments.values() for t in techniques_of(e.plan))
+    known = Known(validated, surface.cluster.device.name in surface.engine.fitted_on)
     rows = iteration_rows(surface, "decode", batch, 1, surface.contexts[1])
-    add_intervals({n: m for n, m in metrics.items() if n not in exact}, rows, "serve", validated)
+    add_intervals({n: m for n, m in metrics.items() if n not in exact}, rows, "serve", known)
     for name in exact:
         metrics[name].low = metrics[name].high = metrics[name].value
 

@@ -114,6 +114,8 @@ def _inside(device: Device, span: int) -> tuple[float, float]:
         rate = _HOST_SHARE * link.bandwidth
         if device.host:  # every byte is written to its memory and read from it
             rate = min(rate, device.host.memory_bandwidth / (2 * span))
+            if device.host.pcie_bandwidth:
+                rate = min(rate, device.host.pcie_bandwidth / span)
         return rate, link.latency + _HOST_HOP
     return link.across(span), link.latency
 

@@ -60,5 +60,7 @@ def host_time(op: Op, cluster: Cluster) -> Timed:
     if link is None:  # a CPU's memory is the host's
         return Timed(2 * op.link_bytes / cluster.device.memory_bandwidth, "memory", "class default")
     shared = max(1.0, ranks / _HOST_LINKS)
+    if cluster.device.host and cluster.device.host.pcie_bandwidth:
+        shared = max(shared, ranks * link.bandwidth / cluster.device.host.pcie_bandwidth)
     seconds = op.requests * link.latency + op.link_bytes * shared / (link.bandwidth * _LINK_SHARE)
     return Timed(seconds, "link", "class default")

@@ -116,6 +116,8 @@ class EngineCosts:
     """Number of prompt tokens in one eager iteration beyond which each costs ``spill_s`` more; 0: no limit."""
     spill_s: float = 0.0
     source: str = ""
+    fitted_on: tuple[str, ...] = ()
+    """Devices on which its constants were fitted to measurements."""
 
     def scheduling(self, techniques: Iterable[Technique]) -> Scheduling:
         """The engine's default scheduling, as changed by the plan's techniques."""
@@ -146,12 +148,14 @@ ENGINES: dict[str, EngineCosts] = {
             max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, shares=False,
             one_shot=False,
             spill_tokens=2048, spill_s=120e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
+            fitted_on=("a100-80g-sxm",),
         ),
         EngineCosts(
             "vllm", "vLLM V1 (2025), CUDA graphs, chunked prefill", True,
             dispatch_s=8e-6, iteration_s=0.5e-3, schedule_s=0.3e-3, sequence_s=12e-6, layer_s=45e-6,
             prefill_share=0.80, request_s=10e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=True, source="fitted to serving on H100",
+            fitted_on=("h100-sxm",),
         ),
         EngineCosts(
             "trtllm", "TensorRT-LLM (2025), CUDA graphs for decode", True,
@@ -160,6 +164,7 @@ ENGINES: dict[str, EngineCosts] = {
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
             kernel="trtllm",
             source="fitted to serving on H100; dispatch_s: about 50 us of its host, an operator of eager PyTorch",
+            fitted_on=("h100-sxm",),
         ),
         EngineCosts(
             "trtllm-0.5", "TensorRT-LLM 0.5 (late 2023), static batches without a server", False,
@@ -197,6 +202,7 @@ ENGINES: dict[str, EngineCosts] = {
             fused=False, flash=False, gap_s=7e-6, stream_share=0.93, stream_bytes=7.6, hop_s=0.25e-3, expand_share=0.80,
             one_shot=False, half_sums=True, wide=True, head_bits=6.5625, drained_tokens=2048,
             source="fitted to llama3-8b and 70b f16 on RTX 3090 and A100; hop_s: to 2, 4 and 6 RTX 3090",
+            fitted_on=("rtx3090", "a100-80g-pcie", "a100-80g-sxm"),
         ),
         EngineCosts(
             "ridgeline", "Ridgeline's own engine, decode steps as CUDA graphs on GPUs", True,
@@ -210,24 +216,28 @@ ENGINES: dict[str, EngineCosts] = {
 _ASSUMED = "assumptions: what its documentation says of its mechanisms, on the host seconds of `{}`"
 ENGINES["sglang"] = replace(
     ENGINES["vllm"], name="sglang", title="SGLang (2025), radix cache, schedules while the GPU works",
-    overlap=True, mixes=False, block_size=1, source=_ASSUMED.format("vllm"),
+    overlap=True, mixes=False, block_size=1, source=_ASSUMED.format("vllm"), fitted_on=(),
 )  # fmt: skip
 ENGINES["tgi"] = replace(
     ENGINES["vllm"], name="tgi", title="Text Generation Inference 2 (2024), CUDA graphs, whole prompts first",
     chunked=False, mixes=False, shares=False, block_size=1, iteration_s=1e-3, max_num_seqs=128,
-    max_num_batched_tokens=16384, source=_ASSUMED.format("vllm"),
+    max_num_batched_tokens=16384, source=_ASSUMED.format("vllm"), fitted_on=(),
 )  # fmt: skip
 ENGINES["lightllm"] = replace(
     ENGINES["vllm-2023"], name="lightllm", title="LightLLM (2023), eager, one token a block", block_size=1,
     dispatch_s=20e-6, iteration_s=2e-3, sequence_s=0.1e-3, spill_tokens=0, source=_ASSUMED.format("vllm-2023"),
+    fitted_on=(),
 )  # fmt: skip
 ENGINES["hf"] = replace(
     ENGINES["vllm-2023"], name="hf", title="Hugging Face generate, eager: padded batches that run until all end",
     fused=False, dispatch_s=12e-6, iteration_s=1e-3, sequence_s=0.0, request_s=0.0, continuous=False, padded=True,
     reserves=True, mixes=True, spill_tokens=0, source="assumptions: a launch out of Python for every operator",
+    fitted_on=(),
 )  # fmt: skip
 ENGINES[OWN] = replace(ENGINES[OWN], **BARE)
-ENGINES[PLANNED] = replace(ENGINES["vllm"], name=PLANNED, title="The plan's schedule on vLLM's host time", **BARE)
+ENGINES[PLANNED] = replace(
+    ENGINES["vllm"], name=PLANNED, title="The plan's schedule on vLLM's host time", fitted_on=(), **BARE
+)
 ALIASES = {
     "transformers": "hf",
     "text-generation-inference": "tgi",
@@ -283,6 +293,7 @@ def own_engine(device: Device, ranks: int = 1) -> EngineCosts:
         request_s=known["serve.request"],
         admission_s=known["serve.admission"],
         source="measured on this machine",
+        fitted_on=(device.name,),
     )
 
 

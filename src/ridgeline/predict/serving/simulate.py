@@ -54,6 +54,10 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     if w.shared_prefix:
         found = outcome.cached_tokens / sum(r.prompt for r in arrivals)
         metrics["cached_share"] = metric(found, "", "higher", "prompt tokens found in the cache")
+    waiting = waiting_share(surface, sum(r.prompt for r in arrivals) / len(arrivals), metrics["ttft_s"].value)
+    metrics["waiting_share"] = metric(
+        waiting, "", "lower", "of the mean time to first token, waiting for other requests"
+    )
     metrics["kv_cache_tokens"] = metric(space.tokens, "tokens", "higher", "graph")
     result = assemble(e, metrics, space.peak, cluster)
     result.distributions = {
@@ -71,6 +75,12 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     mean = max(1, round(metrics["batch_mean"].value))
     result.breakdown = iteration_rows(surface, "decode", mean, 1, max(1, w.prompt_len + w.output_len // 2))
     return result
+
+
+def waiting_share(surface: Iterations, prompt: float, ttft: float) -> float:
+    """Share of a mean time to first token that a request of ``prompt`` tokens waits for others."""
+    alone = surface.engine.request_s + surface.mixed([(max(1, round(prompt)), 0)], 0, 0)
+    return max(0.0, 1.0 - alone / ttft)
 
 
 def prompt_rows(e: Experiment, techniques: list[Technique]) -> list[Row]:

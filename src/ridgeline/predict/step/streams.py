@@ -433,10 +433,11 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
     timed: dict[tuple[str, str, str, str], Timed] = {}
     for op, count, part in _placed(g, cluster):
         key = (op.phase, op.module, op.name, op.kind)
-        timed[key] = timed_of(op, part)
-        n = count * times
-        here = training_factors(part, g.fused) if cluster.parts else factors
-        seconds, roof = seconds_of(op, part, here), 0.0 if op.axis else roof_seconds(op, part.device)
+        alone = timed[key] = timed_of(op, part)
+        n, seconds, roof = count * times, alone.seconds, 0.0
+        if not op.axis:
+            here = training_factors(part, g.fused) if cluster.parts else factors
+            seconds, roof = here.seconds(op, seconds, part.device), roof_seconds(op, part.device)
         old = sums.get(key)
         if old is None:
             sums[key] = [seconds * n, n, op.flops * n, op.bytes * n, op.link_bytes * n, roof * n]

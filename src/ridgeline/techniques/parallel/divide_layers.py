@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from ridgeline.graph.graph import Block, Op, Param, changed
 from ridgeline.spec.model import COLUMN, LATENT, ROW, ModelSpec
@@ -51,6 +52,7 @@ def _square_sums(ops: list[Op], t: int, size: float) -> list[Op]:
     return out
 
 
+@lru_cache(maxsize=1024)
 def _leaf(name: str) -> tuple[str, str]:
     """("attention.q_proj.lora_a.dx") → ("q_proj", "lora_a.dx")."""
     parts = name.split(".")
