@@ -256,7 +256,7 @@ def test_what_such_a_field_holds_is_not_ignored(client, more):
     messages = [{"role": "assistant", "content": "Ho", **more}]
     with pytest.raises(openai.BadRequestError) as e:
         client.chat.completions.create(messages=messages, **GREEDY)
-    assert e.value.param == "messages"
+    assert e.value.param.startswith(f"messages[0].{next(iter(more))}")
 
 
 def test_thoughts_reach_the_template():

@@ -36,7 +36,7 @@ def _maker() -> str:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [..., k], weight [n, k] → [..., n]."""
-    if not by_onednn() or not _suits(x, weight, bias):
+    if torch.compiler.is_compiling() or not by_onednn() or not _suits(x, weight, bias):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ def _suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         type(t) in (Tensor, nn.Parameter) and t.dtype is torch.float32 and t.device.type == "cpu" for t in given
     ):
         return False
-    if x.dim() < 2 or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if x.dim() < 2 or torch.is_autocast_enabled("cpu"):
         return False
     if _get_current_dispatch_mode() is not None:  # which knows PyTorch's operators: it counts, traces or places them
         return False
