@@ -114,6 +114,10 @@ def test_copies_of_a_layer_are_their_own_and_changed_layers_compute_themselves(t
     layer.__class__ = Twice
     torch.testing.assert_close(layer(x), 2 * before)
     assert len(taken) == count
+    layer.__class__ = nn.Linear
+    products.choose_plain_products(layer)
+    torch.testing.assert_close(layer(x), before)
+    assert len(taken) == count
 
 
 @pytest.mark.usefixtures("any_size")

@@ -87,6 +87,13 @@ def choose_products(model: nn.Module) -> None:
                 module.forward = partial(_forward, module)  # type: ignore[method-assign]
 
 
+def choose_plain_products(model: nn.Module) -> None:
+    """Undo :func:`choose_products`, for a compiler: it chooses products itself, and traces layers of one kind once."""
+    for module in model.modules():
+        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is _forward:
+            del module.forward
+
+
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     if type(module) is not nn.Linear:  # a technique has changed it
         return type(module).forward(module, x)
