@@ -1,6 +1,8 @@
 """The loader that prepares batches while steps run: the same batches in the same order, its errors, its end."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -94,3 +96,31 @@ def test_batches_that_follow_from_losses_are_never_ahead(corpus):
     e = experiment(corpus, "dynamic_batch_loading:every=2")
     assert not Trainer(e.model_copy(update={"plan": small_domains(e.plan, corpus)})).run.data.ahead
     assert Trainer(experiment(corpus)).run.data.ahead
+
+
+def test_a_copy_that_fails_is_raised_by_its_step(ahead, monkeypatch):
+    """The step before is complete, and counted."""
+    ahead.take(0, more=True)
+    with monkeypatch.context() as m:
+        m.setattr(loader, "send", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        ahead.queue(1)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            ahead.take(1)
+    assert ids(ahead.take(1)) == [[1], [1]]
+
+
+def test_a_loader_and_what_it_prepares_with_are_freed():
+    class Owner:
+        def prepare(self, step):
+            return prepared(batch(step), slice(0, 4), 2, CPU)
+
+        def __init__(self):
+            self.loader = Loader(lambda step: self.prepare(step), CPU, ahead=True)
+
+    owner = Owner()
+    owner.loader.take(0, more=True)
+    owner.loader.queue(1)
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert gone() is None

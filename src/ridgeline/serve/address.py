@@ -56,7 +56,7 @@ def server_addresses(urls: Iterable[str], encrypted: bool = False) -> list[Addre
 
 
 def _address(url: str) -> Address | None:
-    """That of a server's ``url``; None: it is that of none, or of something within one."""
+    """The address in a server's ``url``; None where it is not one, or names more than a server and a path."""
     try:
         parts = urlsplit(url)
         port = {"http": 80, "https": 443}[parts.scheme] if parts.port is None else parts.port

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -78,13 +79,9 @@ class Loader:
 
     def __init__(self, prepare: Callable[[int], Prepared], device: torch.device, ahead: bool) -> None:
         self.prepare, self.device = prepare, device
-        self._thread = ThreadPoolExecutor(1, "loader", self._begin) if ahead else None
+        self._thread = ThreadPoolExecutor(1, "loader", _begin, (device,)) if ahead else None
         self._begun: tuple[int, Future[Prepared]] | None = None
         self._sent: tuple[int, Sent] | None = None
-
-    def _begin(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # pinned memory belongs to the device of the thread
 
     def take(self, step: int, more: bool = False) -> Sent:
         """The batch of ``step`` on the device. ``more``: begin the next one, if that is done ahead."""
@@ -95,10 +92,21 @@ class Loader:
         return found
 
     def queue(self, step: int) -> None:
-        """Copy ``step``, if it was begun, to the device behind what that has to do. Never raises: :meth:`take` will."""
+        """Copy ``step``, if it was begun, to the device behind what that has to do. What fails, :meth:`take` raises."""
         if self._begun is not None and self._begun[0] == step and self._begun[1].exception() is None:
-            self._sent = step, send(self._found(step), self.device)
+            with suppress(RuntimeError):  # out of memory, too: the step before is not yet counted
+                self._sent = step, send(self._begun[1].result(), self.device)
+                self._begun = None
 
     def _found(self, step: int) -> Prepared:
         begun, self._begun = self._begun, None
-        return begun[1].result() if begun is not None and begun[0] == step else self.prepare(step)
+        if begun is not None and begun[0] == step:
+            return begun[1].result()
+        if begun is not None:
+            begun[1].exception()  # sources make one batch at a time
+        return self.prepare(step)
+
+
+def _begin(device: torch.device) -> None:
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # pinned memory belongs to the device of the thread

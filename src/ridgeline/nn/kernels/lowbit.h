@@ -21,8 +21,8 @@ constexpr int64_t kSlab = 64;     // rows of inputs that stay in the second cach
 constexpr int64_t kGroup = 256;   // inputs at most that share a scale: their sums do not overflow
 constexpr int64_t kPiece = 16384; // bytes of a tile of weights that stay in the first cache while rows of inputs pass
 constexpr int64_t kAhead = 2048;  // bytes that are fetched ahead
-// Into which cache: on Zen 4, fetching into the second one makes steps with fp32 weights 1.07 to 1.37 times as fast, with
-// bytes and one row 1.1; not with nibbles, nor with vectors of AVX2. Not known of others.
+// Into which cache: on Zen 4, fetching into the second one makes steps with fp32 weights faster, and with bytes and one
+// row; not with nibbles, nor with vectors of AVX2. Not known of others.
 #if defined(__AVX512BW__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
 constexpr int kNear = 2;
 #else

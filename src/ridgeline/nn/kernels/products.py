@@ -1,24 +1,26 @@
-"""Products in fp32 on CPUs of other makers than Intel, by oneDNN.
+"""Products in fp32 on non-Intel CPUs, by oneDNN.
 
-PyTorch computes them with MKL, which is made for Intel's. On a core of an AMD EPYC (Zen 4) oneDNN takes 0.70 to 0.92
-of MKL's time (``benchmarks/cpu_products.py``); only gradients of weights, whose operands would have to be copied, are
-slower. Other dtypes go to oneDNN in any case.
+PyTorch computes them with MKL, which is made for Intel's. With one thread of an AMD EPYC (Zen 4) oneDNN takes 0.70 to
+0.95 of MKL's time (``benchmarks/cpu_products.py``). Gradients of weights stay with MKL: their operands would have to be
+copied. Other dtypes go to oneDNN in any case.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+import weakref
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 LARGE, MANY = 1 << 21, 1 << 26
-"""Numbers of a weight, or products with it, from which oneDNN is asked: its first product of a shape takes half a
-millisecond longer, and each of them some microseconds."""
+"""Numbers of a weight, or products with it, from which oneDNN is asked: its first product of a shape takes longer, and
+each of them some microseconds."""
 
 
 @lru_cache(maxsize=1)
@@ -36,7 +38,7 @@ def _maker() -> str:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [..., k], weight [n, k] → [..., n]."""
-    if torch.compiler.is_compiling() or not by_onednn() or not _suits(x, weight, bias):
+    if torch.compiler.is_compiling() or not by_onednn() or not _suits(x, weight, bias) or _observed():
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
@@ -66,35 +68,65 @@ class _Linear(torch.autograd.Function):
 
 
 def _suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    given = [t for t in (x, weight, bias) if t is not None]
-    if not all(
-        type(t) in (Tensor, nn.Parameter) and t.dtype is torch.float32 and t.device.type == "cpu" for t in given
-    ):
+    """Whether oneDNN, which checks little, computes what ``F.linear`` would, and in less time."""
+    if weight.dim() != 2 or x.dim() < 2:
         return False
-    if x.dim() < 2 or torch.is_autocast_enabled("cpu"):
+    n, k = weight.shape
+    if k == 0 or x.shape[-1] != k or (n * k < LARGE and n * x.numel() < MANY):
         return False
-    if _get_current_dispatch_mode() is not None:  # which knows PyTorch's operators: it counts, traces or places them
+    if bias is not None and not (_plain(bias) and bias.shape == (n,) and bias.is_contiguous()):
         return False
-    size = weight.numel()
-    return size >= LARGE or size * (x.numel() // x.shape[-1]) >= MANY
+    return _plain(x) and _plain(weight)
+
+
+def _plain(t: Tensor) -> bool:
+    return t.is_cpu and t.dtype is torch.float32 and type(t) in (Tensor, nn.Parameter)
+
+
+def _observed() -> bool:
+    """Whether what runs must be PyTorch's own operators: they are counted, traced, placed, cast or differentiated in
+    other ways."""
+    return (
+        torch.is_autocast_enabled("cpu")
+        or _get_current_dispatch_mode() is not None
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or not torch.backends.mkldnn.enabled
+    )
 
 
 def choose_products(model: nn.Module) -> None:
-    """Have the plain linear layers of ``model`` compute :func:`linear`, where oneDNN is the faster."""
+    """Have the plain linear layers of ``model``, which is on a CPU, compute :func:`linear`, where oneDNN is faster."""
     if by_onednn():
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.forward = partial(_forward, module)  # type: ignore[method-assign]
+                module.forward = _Forward(module)  # type: ignore[method-assign]
 
 
 def choose_plain_products(model: nn.Module) -> None:
     """Undo :func:`choose_products`, for a compiler: it chooses products itself, and traces layers of one kind once."""
     for module in model.modules():
-        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is _forward:
+        if isinstance(vars(module).get("forward"), _Forward):
             del module.forward
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    if type(module) is not nn.Linear:  # a technique has changed it
-        return type(module).forward(module, x)
-    return linear(x, module.weight, module.bias)
+class _Forward:
+    """What a layer computes; a layer that is replaced frees its weights at once, and a copy computes its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, input: Tensor) -> Tensor:  # as nn.Linear names it
+        module = self._module()
+        assert module is not None
+        if type(module) is nn.Linear:
+            return linear(input, module.weight, module.bias)
+        changed: Tensor = type(module).forward(module, input)  # by a technique
+        return changed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(memo[id(self._module())])  # its layer is copied with it, and first
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Forward, (self._module(),)

@@ -31,7 +31,7 @@ class Sequences(NamedTuple):
         begins = np.ones(numbers.shape, bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         ends = np.append(np.flatnonzero(begins), numbers.size).astype(np.int32)
-        return cls(torch.from_numpy(ends), int(np.diff(ends).max()))
+        return cls(torch.from_numpy(ends), int(np.diff(ends).max(initial=0)))
 
     @classmethod
     def of_rows(cls, batch: int, length: int, device: torch.device) -> Sequences:

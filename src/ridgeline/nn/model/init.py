@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from ridgeline.nn.kernels.products import choose_products
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.parallel.dtensor import is_dtensor
 from ridgeline.spec.model import ModelSpec
@@ -42,6 +43,8 @@ def allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype)
     model.to(dtype)
     model.to_empty(device=device)
     model.tie()  # to_empty gives every reference to a shared parameter its own memory
+    if torch.device(device).type == "cpu":
+        choose_products(model)
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.nn.checkpoint.hf_names import require_twin
-from ridgeline.nn.kernels.products import choose_products
 from ridgeline.nn.model.attention import (
     Attention,
     AttentionBackend,
@@ -262,7 +261,6 @@ class Transformer(nn.Module):
         self.mapped_bytes = 0
         """Bytes of weights in mapped files, which the system counts as memory that is free."""
         self.tie()
-        choose_products(self)
 
     def tie(self) -> None:
         """Make a tied head share the embedding's parameter. Needed again after anything that replaces parameters."""

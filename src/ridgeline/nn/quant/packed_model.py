@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ridgeline.nn.checkpoint.checkpoint import Reader, load_checkpoint
 from ridgeline.nn.checkpoint.files import config_dtype, gguf_file
 from ridgeline.nn.checkpoint.hf_names import links
+from ridgeline.nn.kernels.products import choose_products
 from ridgeline.nn.model.mlp import ACTIVATIONS, gated
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.transformer import Transformer
@@ -117,6 +118,8 @@ def load_packed(
         pack_layers(model, code, device, fast, lambda name, e: reader.read(name, e).to(device, dtype), chosen)
 
     pack(lambda name: not name.startswith(later))
+    if device.type == "cpu":
+        choose_products(model)
     model.complete = lambda block: pack(lambda name: name.startswith(later) and name.startswith(f"layers.{block}."))
     fresh = {n for n, p in model.named_parameters() if p.is_meta}
     mapped = mapped and device.type == "cpu"

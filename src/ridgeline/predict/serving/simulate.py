@@ -80,7 +80,7 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
 def waiting_share(surface: Iterations, prompt: float, ttft: float) -> float:
     """Share of a mean time to first token that a request of ``prompt`` tokens waits for others."""
     alone = surface.engine.request_s + surface.mixed([(max(1, round(prompt)), 0)], 0, 0)
-    return max(0.0, 1.0 - alone / ttft)
+    return max(0.0, 1.0 - alone / ttft) if ttft else 0.0
 
 
 def prompt_rows(e: Experiment, techniques: list[Technique]) -> list[Row]:
