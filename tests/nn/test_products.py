@@ -75,7 +75,7 @@ def test_gradients_of_gradients(onednn_calls):
     assert onednn_calls
 
 
-def test_what_it_does_not_suit(onednn_calls):
+def test_what_it_does_not_suit(onednn_calls, monkeypatch):
     large = torch.randn(1 << 11, 1 << 10)
     for x, w in [
         (torch.randn(4, 8), torch.randn(6, 8)),
@@ -95,7 +95,8 @@ def test_what_it_does_not_suit(onednn_calls):
     assert counted.get_total_flops() == 2 * 2 * large.numel()
     _, tangent = torch.func.jvp(lambda t: products.linear(t, large), (x,), (x,))
     assert torch.equal(tangent, F.linear(x, large))
-    with torch.backends.mkldnn.flags(enabled=False):
+    with monkeypatch.context() as m:
+        m.setattr(torch.backends.mkldnn, "enabled", False)
         products.linear(x, large)
     assert not onednn_calls
     products.linear(x, large)
@@ -160,6 +161,11 @@ def test_copies_of_a_layer_are_their_own_and_changed_layers_compute_themselves(o
     assert len(onednn_calls) == count
     layer.__class__ = nn.Linear
     products.choose_plain_products(layer)
+    assert "forward" not in vars(layer)
+    layer.forward = len  # as ranks that share a layer replace it
+    products.choose_products(layer)
+    assert layer.forward is len
+    del layer.forward
     torch.testing.assert_close(layer(x), before)
     assert len(onednn_calls) == count
 

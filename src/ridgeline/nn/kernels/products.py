@@ -92,15 +92,16 @@ def _observed() -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-        or not torch.backends.mkldnn.enabled
+        or not torch._C._get_mkldnn_enabled()
     )
 
 
 def choose_products(model: nn.Module) -> None:
-    """Have the plain linear layers of ``model``, which is on a CPU, compute :func:`linear`, where oneDNN is faster."""
+    """Have the plain linear layers of ``model``, which is on a CPU, compute :func:`linear`, where oneDNN is faster, but
+    for those whose ``forward`` was replaced."""
     if by_onednn():
         for module in model.modules():
-            if type(module) is nn.Linear:
+            if type(module) is nn.Linear and "forward" not in vars(module):
                 module.forward = _Forward(module)  # type: ignore[method-assign]
 
 
