@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-LARGE, MANY = 1 << 21, 1 << 26
+LARGE, MANY = 1 << 20, 1 << 26
 """Numbers of a weight, or products with it, from which oneDNN is asked: its first product of a shape takes longer, and
 each of them some microseconds."""
 
