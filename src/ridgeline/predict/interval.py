@@ -2,8 +2,8 @@
 
 Errors of one kind of operator are correlated (they share constants), so their seconds add up; errors of different kinds
 are independent, so their squares do. The error of whole steps beyond their parts is a constant per task, and others are
-of what is not known: the load, the engine. They are such that 95 % of the errors of left-out classes lie inside the
-interval (``benchmarks/predict_inference.py``), every engine counting as much as any other.
+of what is not known: the load, the engine. They are near those with which 95 % of the errors lie inside the interval,
+every engine on every device counting as much as any other; ``benchmarks/predict_inference.py`` says how many do.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class Tracer(TorchDispatchMode):
                 self.waited("repeat_interleave")
 
     def _from_pinned(self, t: Tensor) -> bool:
-        """Whether a copy of ``t`` to the device holds up the host, as one from other memory than pinned does."""
+        """Whether ``t`` is in pinned memory, from where a copy to the device does not hold up the host."""
         return t.untyped_storage()._cdata in self._pinned
 
     def _sized(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
