@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether oneDNN, which checks little, computes what ``F.linear`` would, of operands that are large enough to pay."""
+    """Whether oneDNN, which checks little, computes what ``F.linear`` would, and the operands are large enough."""
     if weight.dim() != 2 or x.dim() < 2:
         return False
     n, k = weight.shape
@@ -113,8 +113,8 @@ def choose_plain_products(model: nn.Module) -> None:
 
 
 class _Forward:
-    """What a layer computes. A layer that is replaced frees its weights at once; a deep copy, or a pickled one, computes
-    its own product."""
+    """What a layer computes. A layer that is replaced frees its weights at once; a deep or pickled copy computes its
+    own product."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
