@@ -30,6 +30,11 @@ class Fork:
         self.process.start()
         theirs.close()
 
+    def answer(self, seconds: float = 300.0) -> Any:
+        """What it sends next."""
+        assert self.said.poll(seconds), "a fork is silent"
+        return self.said.recv()
+
     @property
     def returncode(self) -> int | None:
         """As that of ``subprocess.Popen``, like the next methods."""

@@ -183,7 +183,7 @@ def writing(send, source, folder):
 def test_killed_in_the_middle_of_writing(source, want, tmp_path):
     process = Fork(writing, source, tmp_path)
     for _ in range(3):
-        assert process.said.recv() == "written"
+        assert process.answer() == "written"
     process.kill()
     process.wait()
     e = stored(source, tmp_path)

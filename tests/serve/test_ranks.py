@@ -40,7 +40,7 @@ def serving(send, folder, plan, kill):
 def serve(folder, plan, kill=False):
     """What a process with the plan says."""
     fork = Fork(serving, folder, plan, kill)
-    said = fork.said.recv()
+    said = fork.answer()
     assert fork.wait(60) == 0
     return said
 

@@ -247,7 +247,7 @@ def killed(send, source, folder):
 def test_a_killed_process_leaves_nothing(deep, tmp_path):
     """With weights in another dtype than the checkpoint's, which are written to ``path``."""
     process = Fork(killed, deep, tmp_path)
-    assert process.said.recv() == []
+    assert process.answer() == []
     assert process.wait(60) == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
 

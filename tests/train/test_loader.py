@@ -86,6 +86,30 @@ def losses(e, monkeypatch, now):
     return [t.step().loss for _ in range(e.training.steps)]
 
 
+def test_a_trainer_prepares_and_queues_while_steps_run(corpus, monkeypatch):
+    """All but the first batch, in the thread; and nothing after the last."""
+    threads, queued, plain = [], [], Loader.queue
+
+    def made(prepare, device, ahead):
+        def counted(step):
+            threads.append((step, threading.current_thread() is threading.main_thread()))
+            return prepare(step)
+
+        return Loader(counted, device, True)
+
+    def queue(self, step):
+        plain(self, step)
+        queued.append((step, self._sent is not None))
+
+    monkeypatch.setattr(trainer, "Loader", made)
+    monkeypatch.setattr(Loader, "queue", queue)
+    t = Trainer(experiment(corpus, batch_size=4, steps=3))
+    for _ in range(3):
+        t.step()
+    assert threads == [(0, True), (1, False), (2, False)]
+    assert queued == [(1, True), (2, True), (3, False)]
+
+
 @pytest.mark.parametrize("plan", [(), ("growlength:lengths=4+8,shares=0.25+0.25",)])
 def test_losses_are_the_same_ahead(corpus, monkeypatch, plan):
     e = experiment(corpus, *plan, batch_size=4, steps=5, document_mask=True)
