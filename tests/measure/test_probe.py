@@ -8,6 +8,7 @@ from ridgeline import catalog, experiments
 from ridgeline.graph import optimizer_ops, training_graph
 from ridgeline.measure.environment import cores
 from ridgeline.measure.probing.probe import probe
+from ridgeline.measure.probing.probe_timer import affine
 from ridgeline.predict import predict
 from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.kernel import find_rate
@@ -55,3 +56,34 @@ def test_serving_is_probed_on_the_real_engine_and_server(profile):
     assert all(0 <= v < math.inf for v in seconds.values())
     pools = {k: r for k, r in profile.rates.items() if k.startswith("attention_pool")}
     assert len(pools) == 4
+
+
+def test_generation_is_predicted_from_operators_without_autograd(profile, monkeypatch):
+    monkeypatch.setattr(catalog, "local_device", lambda: profile)
+    (few, least), (many, most) = profile.decode_latency
+    assert few < many
+    assert 0 <= min(least, most) <= max(least, most) < 1e-3
+    generating = profile.generating((few + many) / 2)
+    assert generating.extra_latency == pytest.approx((least + most) / 2)
+    norm = find_rate(generating, "norm", "forward", "fp32")
+    assert norm == profile.rates["norm.inference.fp32"] != profile.rates["norm.forward.fp32"]
+    work = {"kind": "generate", "prompt_len": 8, "output_len": 4}
+    dear = profile.rates | {"norm.inference.fp32": norm.model_copy(update={"latency": 1.0})}
+    slow = profile.model_copy(update={"rates": dear})
+    e = experiments.make("llama-tiny", "local", work, [])
+    before = predict(e).metrics["tpot_s"].value
+    monkeypatch.setattr(catalog, "local_device", lambda: slow)
+    norms = 2 * e.model.num_layers + 1
+    after = predict(experiments.make("llama-tiny", "local", work, [])).metrics["tpot_s"].value
+    assert after == pytest.approx(before + norms * (1.0 - norm.latency))
+
+
+@pytest.mark.parametrize(("tiny", "latency"), [(5e-6, 2e-5), (4e-5, 4e-5)])
+def test_products_that_wait_for_weights_take_a_start_and_a_rate(tiny, latency):
+    """Two sizes separate them; a start is at least what the smallest call takes."""
+    fit = affine(tiny, (1e6, 2e-5 + 1e6 / 2e10), (4e6, 2e-5 + 4e6 / 2e10))
+    assert fit["latency"] == pytest.approx(latency)
+    assert fit["latency"] + 4e6 / fit["byte_rate"] == pytest.approx(2e-5 + 4e6 / 2e10)
+    noisy = affine(tiny, (1e6, 3e-4), (4e6, 2e-4))  # the machine was slower meanwhile
+    assert tiny <= noisy["latency"] < 2e-4
+    assert noisy["byte_rate"] > 0

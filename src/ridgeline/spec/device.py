@@ -153,17 +153,22 @@ class Device(BaseModel):
     price_per_hour: float = 0
     """Typical on-demand dollars per device-hour; 0: unknown."""
     rates: dict[str, Rate] = Field(default_factory=dict)
-    """Measured operator costs, keyed ``kind.dtype`` or ``kind.direction.dtype`` (``predict/operators/kernel.py``)."""
+    """Measured operator costs, keyed ``kind.dtype`` or ``kind.direction.dtype`` (``predict/operators/kernel.py``);
+    direction "inference": forward without autograd."""
     ranks: dict[str, dict[str, Rate]] = Field(default_factory=dict)
     """Like ``rates``, when this many processes share the device (a CPU measured with 2 ranks: key "2"); "serve": when
     one of its cores is left to a server's HTTP."""
     host_latency: dict[str, float] = Field(default_factory=dict)
     """Seconds that an operator costs in a real training step beyond what it costs timed alone (the autograd engine,
-    Python, emptied caches), by number of processes ("1", "2"); "decode": in a decode step; the serving
-    engine's own seconds: "serve.iteration" and "serve.reply" (of one: to run it, to send what it gave),
-    "serve.sequence" and "serve.token" (the same of a sequence in it), "serve.request" (before and after the engine),
-    "serve.admission" (of that, what its first iteration waits for), "serve.apart" (1: "reply" and "token" are those of
-    a process beside the engine's). Measured on small reference models."""
+    Python, emptied caches), by number of processes ("1", "2"); the serving engine's own seconds: "serve.iteration" and
+    "serve.reply" (of one: to run it, to send what it gave), "serve.sequence" and "serve.token" (the same of a sequence
+    in it), "serve.request" (before and after the engine), "serve.admission" (of that, what its first iteration waits
+    for), "serve.apart" (1: "reply" and "token" are those of a process beside the engine's). Measured on small reference
+    models."""
+    decode_latency: list[list[float]] = Field(default_factory=list)
+    """What an operator costs in a decode step of the torch model beyond what it costs timed alone, [bytes of a layer's
+    weights, seconds] by rising bytes: the more a layer reads, the less of what its operators need is still in caches
+    when the next layer calls them."""
     step_latency: list[list[float]] = Field(default_factory=list)
     """What an operator costs in a step of the serving engine beyond what it costs timed alone, by rising size of the
     model: [bytes of weights, seconds with 1 row, …] for each of ``STEP_ROWS``, first those of decode steps, then those
@@ -195,15 +200,21 @@ class Device(BaseModel):
         """Seconds to add to a measured operator's time inside a step, as this process sees it."""
         return self.host_latency.get("1", 0.0)
 
-    def generating(self) -> Device:
-        """This device in generation, where no autograd engine runs beside the operators."""
-        latency = self.host_latency.get("decode")
-        return self.model_copy(update={"host_latency": {} if latency is None else {"1": latency}})
+    def generating(self, layer: float) -> Device:
+        """This device in generation, where no autograd engine runs beside the operators, with a model whose layers hold
+        ``layer`` bytes each."""
+        import numpy as np
+
+        latency = {}
+        if self.decode_latency:
+            sizes, seconds = zip(*self.decode_latency, strict=True)
+            latency["1"] = float(np.interp(layer, sizes, seconds))
+        return self.model_copy(update={"rates": _of_inference(self.rates), "host_latency": latency})
 
     def serving(self, weights: float = 0.0, one_kernel: bool = False) -> Device:
         """This device in a step of the serving engine with a model of this many bytes: one line of ``step_latency``,
         or of ``kernel_latency`` where ``one_kernel`` computes all layers."""
-        rates, line = {**self.rates, **self.ranks.get("serve", {})}, []
+        rates, line = _of_inference({**self.rates, **self.ranks.get("serve", {})}), []
         table = (one_kernel and self.kernel_latency) or self.step_latency
         if table:
             import numpy as np
@@ -249,6 +260,11 @@ class Device(BaseModel):
                 "host_latency": {**self.host_latency, "1": self.host_latency.get(str(ranks), self.extra_latency)},
             }
         )
+
+
+def _of_inference(rates: dict[str, Rate]) -> dict[str, Rate]:
+    """Rates of operators where autograd keeps nothing for a backward."""
+    return rates | {k.replace(".inference.", ".forward."): r for k, r in rates.items() if ".inference." in k}
 
 
 class Cluster(BaseModel):

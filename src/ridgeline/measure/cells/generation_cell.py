@@ -42,7 +42,7 @@ def measured_generation(e: Experiment, options: CellOptions, here: RankContext) 
     w, device, ranks = e.workload, here.device, here.ranks
     assert isinstance(w, Generate)
     used = DeviceUse(here)
-    run = _built(e, w, device, techniques)
+    run = built(e, device, techniques)
     batch = e.micro_batch_size
     generator = torch.Generator().manual_seed(w.seed + here.rank)
     prompt = torch.randint(e.model.vocab_size, (batch, w.prompt_len), generator=generator).to(device)
@@ -112,9 +112,10 @@ def _metrics(
     }
 
 
-def _built(e: Experiment, w: Generate, device: torch.device, techniques: list[Technique]) -> Build:
+def built(e: Experiment, device: torch.device, techniques: list[Technique]) -> Build:
     """The model with the plan's techniques."""
-    dtype = DTYPES[e.dtype]
+    w, dtype = e.workload, DTYPES[e.dtype]
+    assert isinstance(w, Generate)
     if w.checkpoint:
         later = tuple(prefix for t in techniques for prefix in t.reads_itself(e))
         model = load_packed(Path(w.checkpoint), dtype, device, later=later)

@@ -74,30 +74,42 @@ def reference_experiment(device: Device = BLANK) -> Experiment:
     )
 
 
+WIDE_REFERENCE = ModelSpec(
+    name="decode-wide", family="llama", vocab_size=256, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=4,
+    head_dim=64, intermediate_size=4096, max_positions=256,
+)  # fmt: skip
+"""A model whose products are of the sizes that are timed alone, so that what its decode steps take beyond them is not
+what rates of products are wrong by. Its weights exceed the caches: operators between products find them empty."""
+_STEPS = 20
+DECODE_BITS = (8, 32)
+"""Bits of its weights, by rising bytes."""
+
+
+def decode_experiment(device: Device, bits: int) -> Experiment:
+    """Decode steps of :data:`WIDE_REFERENCE`, of one sequence."""
+    w = Generate(prompt_len=16, output_len=1 + _STEPS)
+    plan = Plan.parse([f"rtn:bits={bits}"] if bits < 32 else [])
+    return Experiment(model=WIDE_REFERENCE, cluster=Cluster(device=device), workload=w, plan=plan)
+
+
+def decode_latency(device: Device, found: dict[str, float]) -> list[list[float]]:
+    """``Device.decode_latency`` from the seconds of decode steps of :func:`decode_experiment` beyond their products, by
+    bits."""
+    lines = []
+    for bits in DECODE_BITS:
+        alone = predict(decode_experiment(device.model_copy(update={"decode_latency": []}), bits))
+        rows = [row for row in alone.breakdown if row.phase == "decode"]
+        others = sum(row.seconds for row in rows if row.kind != "gemm") / _STEPS
+        beside = max(0.0, found[str(bits)] - others) / (sum(row.count for row in rows) / _STEPS)
+        lines.append([sum(p.numel for p in WIDE_REFERENCE.block_parameters(0)) * bits / 8, beside])
+    return lines
+
+
 DECODE_REFERENCE = ModelSpec(
     name="decode-reference", family="llama", vocab_size=256, hidden_size=384, num_layers=20, num_heads=6,
     num_kv_heads=2, head_dim=64, intermediate_size=1024, max_positions=256,
 )  # fmt: skip
-"""A model whose weights exceed the caches: between its products, operators find these emptied. It has many, so that
-little of what rates of products are wrong by is taken for their start."""
-
-
-def decode_experiment(device: Device) -> Experiment:
-    """Decode steps of :data:`DECODE_REFERENCE`, of one sequence."""
-    w = Generate(prompt_len=16, output_len=21)
-    return Experiment(model=DECODE_REFERENCE, cluster=Cluster(device=device), workload=w)
-
-
-def decode_latency(device: Device, seconds: float) -> float:
-    """What an operator of a decode step of :func:`decode_experiment`, which takes ``seconds``, costs beyond its own
-    time."""
-    e = decode_experiment(device.model_copy(update={"host_latency": {}}))
-    alone = predict(e)
-    steps = e.workload.output_len - 1  # type: ignore[union-attr]
-    operators = sum(row.count for row in alone.breakdown if row.phase == "decode") / steps
-    return max(0.0, seconds - alone.metrics["tpot_s"].value) / operators
-
-
+"""A deep model whose weights exceed the caches, for steps of the serving engine."""
 _LEAST = 1e-7
 """Seconds of an operator's latency at least: differences of noisy times may be less."""
 STEP_DEPTHS = (6, 12, 20)
@@ -308,5 +320,6 @@ def device_of(found: dict[int, dict[str, Any]]) -> Device:
     known = host_latency(device, found)
     if not served:
         return device.model_copy(update={"host_latency": known, "training_only": True})
-    known["decode"] = decode_latency(device, one["reference_decode_s"])
-    return with_serving(device.model_copy(update={"host_latency": known}), one["serving"])
+    device = device.model_copy(update={"host_latency": known})
+    device = device.model_copy(update={"decode_latency": decode_latency(device, one["reference_decode_s"])})
+    return with_serving(device, one["serving"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -65,21 +66,26 @@ class Timer:
         """Median seconds of calling the functions in turn: about ``budget`` seconds in all and at least 5 calls, of
         which an operator that is slow here (emulated bf16, a busy machine) makes fewer.
         """
-        calls = list(fns)
+        return self.medians([list(fns)])[0]
+
+    def medians(self, groups: list[list[Callable[[], object]]]) -> list[float]:
+        """:meth:`median` of each group of functions. Groups take turns, so that a machine whose rate changes meanwhile
+        changes it for all."""
         self.together()
         start = time.perf_counter()
-        for fn in calls[:2]:
-            fn()
+        for fns in groups:
+            for fn in fns[:2]:
+                fn()
         self.sync()
-        times: list[float] = []
-        i = 0
-        while self._continues(len(times), 5, self.budget, time.perf_counter() - start):
-            t = time.perf_counter()
-            calls[i % len(calls)]()
-            self.sync()
-            times.append(time.perf_counter() - t)
-            i += 1
-        return steady(times)
+        times: list[list[float]] = [[] for _ in groups]
+        while self._continues(len(times[0]), 5, len(groups) * self.budget, time.perf_counter() - start):
+            i = len(times[0])
+            for fns, taken in zip(groups, times, strict=True):
+                t = time.perf_counter()
+                fns[i % len(fns)]()
+                self.sync()
+                taken.append(time.perf_counter() - t)
+        return [steady(taken) for taken in times]
 
     def work(self, w: Work) -> tuple[float, float]:
         """(forward, backward) steady seconds of one operator: the middle of three passes."""
@@ -88,6 +94,14 @@ class Timer:
         copies = [first, *(_copies(first) for _ in range(min(64, int(CACHE_BYTES / max(size, 1)))))]
         passes = [self._pass(w, copies) for _ in range(3)]
         return statistics.median(f for f, _ in passes), statistics.median(b for _, b in passes)
+
+    def inference(self, w: Work) -> float:
+        """Steady seconds of one operator's forward where nothing is kept for a backward."""
+        with torch.inference_mode():
+            first = w.make()
+            size = sum(t.numel() * t.element_size() for t in first)
+            inputs = [first, *(_copies(first) for _ in range(min(64, int(CACHE_BYTES / max(size, 1)))))]
+            return self.median([functools.partial(w.fn, *x) for x in inputs])
 
     def _continues(self, calls: int, least: int, seconds: float, elapsed: float) -> bool:
         """Whether to call the operator once more, given ``calls`` done in ``elapsed`` seconds."""
@@ -127,6 +141,18 @@ def _copies(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def steady(times: list[float]) -> float:
     """The median of the second half, when memory has been touched and caches are warm."""
     return statistics.median(times[len(times) // 2 :])
+
+
+def affine(tiny: float, less: tuple[float, float], more: tuple[float, float]) -> dict[str, Any]:
+    """Fit ``latency + bytes / B`` to two (bytes, seconds); ``tiny``: seconds of the smallest call, the least
+    latency.
+
+    What threads need to divide the work and to come up to speed is part of each call, but not of a tiny one.
+    """
+    (small, fast), (large, slow) = less, more
+    byte = (large - small) / max(slow - fast, 0.1 * slow)
+    latency = min(max(tiny, fast - small / byte), 0.9 * fast, 0.9 * slow)
+    return {"latency": latency, "flop_rate": 0.0, "byte_rate": large / (slow - latency), "source": "measured"}
 
 
 def rate(points: list[tuple[float, float, float]], source: str = "measured") -> dict[str, Any]:

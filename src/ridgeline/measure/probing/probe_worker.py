@@ -26,9 +26,9 @@ from ridgeline.measure.probing.cache_size import cache_bytes
 from ridgeline.measure.probing.disk import folder_rate
 from ridgeline.measure.probing.gpu_backends import Sizes, backend_rows
 from ridgeline.measure.probing.gpu_operators import operator_rows
-from ridgeline.measure.probing.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
+from ridgeline.measure.probing.probe import BLANK, DECODE_BITS, REFERENCE, decode_experiment, reference_experiment
 from ridgeline.measure.probing.probe_serving import serving_costs
-from ridgeline.measure.probing.probe_timer import CACHE_BYTES, Timer, Work, rate, steady
+from ridgeline.measure.probing.probe_timer import CACHE_BYTES, Timer, Work, affine, rate, steady
 from ridgeline.nn.kernels.products import choose_products, linear
 from ridgeline.nn.model.attention import BACKENDS, Mask
 from ridgeline.nn.model.loss import token_loss
@@ -42,6 +42,8 @@ from ridgeline.nn.quant.quantized import dequantize, quantize
 from ridgeline.paths import cache_dir
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.lowbit import FEW_ROWS, GEMM_ROWS
+from ridgeline.spec.workload import Generate
+from ridgeline.techniques.registry import resolve
 
 SMALL = (704, 256)
 """Outputs and inputs of a small model's product: large ones are faster, but small models live below them."""
@@ -67,7 +69,7 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     bandwidth = _bandwidth(timer, device)
     report({"stage": "a reference step"})
     reference = _reference_step(timer, device, 8 if options.quick else 12)
-    decoding = _reference_decode(device) if inference and ranks == 1 else 0.0
+    decoding = _reference_decode(device) if inference and ranks == 1 and device.type == "cpu" else {}
     rows: list[dict[str, Any]] = []
     backends: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
@@ -122,7 +124,7 @@ def _operators(
         rates.update(_low(timer, dtypes))
     for name, dtype in dtypes.items():
         report({"stage": f"operators {name}"})
-        rates.update(_kinds(timer, device, name, dtype))
+        rates.update(_kinds(timer, device, name, dtype, inference))
     report({"stage": "optimizer"})
     rates.update(_update(timer, device))
     return rates
@@ -173,12 +175,15 @@ def _low(timer: Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, An
         for name, make in makers.items():
             dtype = dtypes.get(name, torch.float32)
             few = max(GEMM_ROWS) if name in dtypes else FEW_ROWS
-            tiny, layers = _layers(timer, [make(64, 64)], dtype, 1), _copies(make(1024, 1024))
+            least = _layers(timer, [make(64, 64)], dtype, 1)[2]
+            square, wide, deep = (_copies(make(*shape)) for shape in ((1024, 1024), (4096, 1024), (1024, 4096)))
             for rows in (m for m in GEMM_ROWS if m <= few):
-                _, moved, seconds = _layers(timer, layers, dtype, rows)
-                rates[f"gemm_rows{rows}.{name}"] = rate([(0.0, 0.0, tiny[2]), (0.0, moved, seconds)])
+                sizes, calls = zip(*(_calls(x, dtype, rows)[1:] for x in (square, wide, deep)), strict=True)
+                less, up, down = zip(sizes, timer.medians(list(calls)), strict=True)
+                more = ((2 * up[0] + down[0]) / 3, (2 * up[1] + down[1]) / 3)  # as many as in a layer
+                rates[f"gemm_rows{rows}.{name}"] = affine(least, less, more)
             if name not in dtypes:
-                rates.update(_expanding(timer, [make(*SMALL)], name, few + 1, tiny[2]))
+                rates.update(_expanding(timer, [make(*SMALL)], name, few + 1, least))
     return rates
 
 
@@ -211,6 +216,12 @@ def _copies(layer: nn.Module) -> list[nn.Module]:
 
 def _layers(timer: Timer, layers: list[nn.Module], dtype: torch.dtype, rows: int) -> tuple[float, float, float]:
     """(flops, bytes, seconds) of one of equal linear layers on ``rows`` rows."""
+    flops, moved, calls = _calls(layers, dtype, rows)
+    return flops, moved, timer.median(calls)
+
+
+def _calls(layers: list[nn.Module], dtype: torch.dtype, rows: int) -> tuple[float, float, list[Callable[[], object]]]:
+    """(flops, bytes, calls in turn) of one of equal linear layers on ``rows`` rows."""
     out, width = int(layers[0].out_features), int(layers[0].in_features)  # type: ignore[arg-type]
     x = torch.randn(rows, width, dtype=dtype)
     # Few rows come from the operator before; of many, most have left the caches meanwhile.
@@ -218,17 +229,22 @@ def _layers(timer: Timer, layers: list[nn.Module], dtype: torch.dtype, rows: int
     moved = sum(p.numel() * p.element_size() for p in layers[0].parameters())
     many = max(len(layers), len(inputs))
     calls = [functools.partial(layers[i % len(layers)], inputs[i % len(inputs)]) for i in range(many)]
-    return 2.0 * rows * out * width, moved + float(rows * (out + width) * x.element_size()), timer.median(calls)
+    return 2.0 * rows * out * width, moved + float(rows * (out + width) * x.element_size()), calls  # type: ignore[return-value]
 
 
-def _kinds(timer: Timer, device: torch.device, name: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Both sizes of every other kind of operator."""
+def _kinds(
+    timer: Timer, device: torch.device, name: str, dtype: torch.dtype, inference: bool
+) -> dict[str, dict[str, Any]]:
+    """Both sizes of every other kind of operator; of those with a backward also in ``inference``, without autograd."""
     out: dict[str, dict[str, Any]] = {}
     sizes = ((1, 4), (4, 256))
     by_kind: dict[str, list[tuple[Work, float, float]]] = {}
+    bare: dict[str, list[tuple[float, float, float]]] = {}
     for batch, length in sizes:
         for w in _works(device, name, dtype, batch, length):
             by_kind.setdefault(w.kind, []).append((w, *timer.work(w)))
+            if inference and by_kind[w.kind][0][2] > 0:
+                bare.setdefault(w.kind, []).append((w.flops, w.bytes, timer.inference(w)))
     for kind, measured in by_kind.items():
         forward = [(w.flops, w.bytes, f) for w, f, _ in measured]
         backward = [
@@ -239,7 +255,7 @@ def _kinds(timer: Timer, device: torch.device, name: str, dtype: torch.dtype) ->
             out[f"{kind}.backward.{name}"] = rate(backward)
         else:
             out[f"{kind}.{name}"] = rate(forward)  # the same work in either direction
-    return out
+    return out | {f"{kind}.inference.{name}": rate(points) for kind, points in bare.items()}
 
 
 def _works(device: torch.device, name: str, dtype: torch.dtype, batch: int, length: int) -> list[Work]:
@@ -427,16 +443,39 @@ def _reference_step(timer: Timer, device: torch.device, rounds: int) -> float:
     return steady(times)
 
 
-def _reference_decode(device: torch.device) -> float:
-    """Seconds of a decode step of the reference model."""
-    from ridgeline.measure.cells.generation_cell import generation_times
-    from ridgeline.nn.model.init import build
+def _reference_decode(device: torch.device) -> dict[str, float]:
+    """Seconds of a decode step of the reference model beyond its products, by the bits of its weights.
 
-    model = build(DECODE_REFERENCE, device)
-    model.set_attention("naive")
-    prompt = torch.zeros(1, 16, dtype=torch.long, device=device)
-    rounds = generation_times(model, prompt, 21, 3)
-    return min(statistics.median(times[1:]) for times in rounds)
+    The products are timed by themselves in the same moment, as the rate of a machine's memory changes.
+    """
+    from ridgeline.measure.cells.generation_cell import built, timed_generation
+
+    out = {}
+    for bits in DECODE_BITS:
+        e, techniques = resolve(decode_experiment(BLANK, bits))
+        w, model = e.workload, built(e, device, techniques).model
+        assert isinstance(w, Generate)
+        prompt = torch.zeros(1, w.prompt_len, dtype=torch.long, device=device)
+        products: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear | PackedLinear)]
+        inputs = [torch.randn(1, 1, int(m.in_features), device=device) for m in products]
+        beside = []
+        with torch.inference_mode():
+            for _ in range(4):
+                (_, *steps) = timed_generation(model, prompt, w.output_len)
+                beside.append(statistics.median(steps) - _seconds(products, inputs, len(steps)))
+        out[str(bits)] = statistics.median(beside[1:])
+    return out
+
+
+def _seconds(layers: list[nn.Module], inputs: list[Tensor], times: int) -> float:
+    """Median seconds of computing the layers one after the other."""
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        for layer, x in zip(layers, inputs, strict=True):
+            layer(x)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
 
 
 def _memory(device: torch.device) -> float:

@@ -91,7 +91,9 @@ def _low_rate(op: Op, device: Device) -> Rate | None:
     for (fewer, low), (more, high) in pairwise(known):
         if each <= more:
             part = max(0.0, (each - fewer) / (more - fewer))
-            return low.model_copy(update={"byte_rate": 1 / ((1 - part) / low.byte_rate + part / high.byte_rate)})
+            between = {"byte_rate": 1 / ((1 - part) / low.byte_rate + part / high.byte_rate),
+                       "latency": (1 - part) * low.latency + part * high.latency}  # fmt: skip
+            return low.model_copy(update=between)
     many, expand = device.rates.get(f"gemm_many.{dtype}"), device.rates.get(f"expand.{dtype}")
     if many is None or expand is None:
         return None

@@ -26,7 +26,6 @@ def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
     w = e.workload
     assert isinstance(w, Generate)
     cluster = rank_cluster(e)
-    cluster = cluster.model_copy(update={"device": cluster.device.generating()})
     engine = engine_of(e)
     if engine is not None:  # engines compute attention in one kernel whatever the plan says
         techniques = as_in_engines(techniques)
@@ -34,6 +33,7 @@ def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
     prefill = rewritten(prefill_graph(part), part, techniques)
     decode = rewritten(decode_graph(part), part, techniques)
     steps = decode.decode_steps
+    cluster = cluster.model_copy(update={"device": cluster.device.generating(_layer_bytes(decode))})
     if engine is None:
         first, each = _plain(prefill, decode, part, techniques, cluster)
         waves = 1
@@ -67,6 +67,11 @@ def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
         row.phase = "decode" if row.phase == "forward" else row.phase
     result.breakdown = rows + later
     return result
+
+
+def _layer_bytes(g: Graph) -> float:
+    """Bytes that the products of a layer read and write, almost all of them weights."""
+    return max(sum(o.bytes for o in b.forward if o.kind == "gemm") for b in g.blocks if not b.is_head)
 
 
 def _micro_batch(e: Experiment, techniques: list[Technique]) -> Experiment:
