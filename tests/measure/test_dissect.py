@@ -122,6 +122,7 @@ def test_each_linears_flops_are_its_own(corpus, tmp_path):
 
 def test_flops_of_single_operators():
     assert flops("mm", [[3, 4], [4, 5]]) == 2 * 3 * 4 * 5
+    assert flops("_linear_pointwise", [[2, 3, 4], [5, 4]]) == 2 * 2 * 3 * 4 * 5  # oneDNN's, of a weight [out, in]
     assert flops("addmm", [[5], [3, 4], [4, 5]]) == 2 * 3 * 4 * 5
     assert flops("bmm", [[2, 3, 4], [2, 4, 5]]) == 2 * 2 * 3 * 4 * 5
     assert flops("_scaled_dot_product_flash_attention_for_cpu", [[1, 2, 6, 8], [1, 2, 7, 8]]) == 4 * 2 * 6 * 7 * 8

@@ -13,6 +13,7 @@ from ridgeline.measure import bench
 from ridgeline.measure.cells.generation_cell import timed_generation
 from ridgeline.measure.dissect import dissect_cell
 from ridgeline.measure.dissect_generation import evenly
+from ridgeline.nn.kernels import native
 from ridgeline.nn.model.init import build
 from ridgeline.nn.model.norm import RMSNorm
 from ridgeline.predict import predict
@@ -86,6 +87,18 @@ def test_its_flops_are_those_that_torch_counts(generated):
     assert {r.phase: r.flops for r in projections} == {
         "prefill": BATCH * PROMPT * per_token, "decode": pytest.approx(BATCH * (OUTPUT - 1) * per_token)
     }  # fmt: skip
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+def test_compiled_kernels_are_operators_of_their_modules():
+    before = native.lowbit_linear
+    r = dissect(generation(output_len=4).model_copy(update={"plan": Plan.parse(["rtn:bits=8"])}), profiled=1)
+    added_up(r, "profiled_e2e_s")
+    assert native.lowbit_linear is before
+    calls = {(x.phase, x.module): x.count for x in r.breakdown if x.operator == "lowbit_linear"}
+    assert calls[("prefill", "mlp.up_proj")] == MODEL.num_layers
+    assert calls[("decode", "attention.q_proj")] == 3 * MODEL.num_layers
+    assert {x.kind for x in r.breakdown if x.operator == "lowbit_linear"} == {"gemm"}
 
 
 def test_steps_that_are_not_profiled_are_stood_for(monkeypatch):

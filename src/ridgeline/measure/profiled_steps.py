@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ridgeline.nn.kernels import native
 from ridgeline.nn.model import attention
 from ridgeline.nn.model.rotary import Rope
 from ridgeline.spec.result import Check, Metric, Result, Row
 
-MODULE, PHASE, HOST = "module::", "phase::", "host::"
-"""Beginnings of the names of ranges: a module's forward, a phase, and work on the host whose own time is a row."""
+MODULE, PHASE, HOST, KERNEL = "module::", "phase::", "host::", "kernel::"
+"""Beginnings of the names of ranges: a module's forward, a phase, work on the host whose own time is a row, and one of
+our compiled kernels, which PyTorch's profiler does not see by itself."""
 STEP = f"{PHASE}step"
 _COLLECTIVES = ("FSDP::all_gather", "FSDP::post_backward_reduce", "FSDP::reduce", "c10d::", "gloo:", "nccl:")
 _KINDS = {
@@ -31,9 +33,20 @@ _KINDS = {
     "embedding_dense_backward": "embedding", "copy_": "copy", "_to_copy": "cast", "clone": "copy",
     "_fused_adamw_": "optimizer", "linalg_vector_norm": "norm", "silu": "activation", "silu_backward": "activation",
     "gelu": "activation", "gelu_backward": "activation", "sum": "reduce", "native_layer_norm": "norm",
-    "native_layer_norm_backward": "norm",
+    "native_layer_norm_backward": "norm", "_linear_pointwise": "gemm",
 }  # fmt: skip
 
+_COMPILED = {
+    "lowbit_linear": "gemm", "lowbit_expand": "cast", "dense_linear": "gemm", "paged_attention": "attention",
+    "norm": "norm", "decode": "layers", "finite": "sampling", "sample": "sampling",
+}  # fmt: skip
+"""Our compiled kernels for inference, by the functions of :mod:`ridgeline.nn.kernels.native`, and their kinds."""
+_COMPILED_CALLS = {
+    "add_norm": "norm", "add_norm_backward": "norm", "activation": "activation", "activation_backward": "activation",
+    "rotate": "rope", "softmax": "softmax", "softmax_backward": "softmax", "cross_entropy": "loss",
+    "adamw": "optimizer",
+}  # fmt: skip
+"""Those of training, by their names in ``native.call`` without "rl_"."""
 
 # fmt: off
 _VIEWS = frozenset({
@@ -136,7 +149,24 @@ def scopes(model: nn.Module) -> Iterator[None]:
 
         stack.callback(names.update, rotate=plain)
         names["rotate"] = rotate
+        _mark_kernels(stack)
         yield
+
+
+def _mark_kernels(stack: ExitStack) -> None:
+    """Mark every call of a compiled kernel."""
+    names = vars(native)
+
+    def marked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with record_function(f"{KERNEL}{name or args[0].removeprefix('rl_')}"):
+                return function(*args)
+
+        return call
+
+    plain = {name: names[name] for name in _COMPILED} | {"call": names["call"]}
+    stack.callback(names.update, plain)
+    names.update({name: marked(function, "" if name == "call" else name) for name, function in plain.items()})
 
 
 def _mark(module: nn.Module, name: str, stack: ExitStack) -> None:
@@ -248,9 +278,10 @@ def _collect(
         phase, module = "backward", owners.get(node.sequence, module if phase == "backward" else "loss")
     elif name.startswith(_COLLECTIVES):
         phase, module = "communication", "communication"
-    if name.startswith(("aten::", "c10d::", "gloo:", "nccl:", "fsdp::")):
+    if name.startswith(("aten::", "mkldnn::", KERNEL, "c10d::", "gloo:", "nccl:", "fsdp::")):
         operator = name.split("::")[-1]
-        kind = "collective" if phase == "communication" else _KINDS.get(operator, "elementwise")
+        kinds = _COMPILED | _COMPILED_CALLS if name.startswith(KERNEL) else _KINDS
+        kind = "collective" if phase == "communication" else kinds.get(operator, "elementwise")
         if operator.startswith("_scaled_dot_product"):
             kind = "attention"
         row = _row(table, phase, label(module), operator, kind)
@@ -274,7 +305,7 @@ def _row(table: dict[tuple[str, str, str, str], Row], phase: str, module: str, o
 
 def _moves_data(node: ProfileNode) -> bool:
     """Whether the operator or one that it calls touches tensor data; views, allocations and wrappers do not."""
-    if node.name.startswith("aten::") and node.name.removeprefix("aten::") not in _VIEWS:
+    if node.name.startswith(("aten::", "mkldnn::")) and node.name.split("::")[-1] not in _VIEWS:
         return True
     return any(_moves_data(c) for c in node.children)
 
@@ -295,6 +326,8 @@ def flops(operator: str, shapes: list[list[int]]) -> float:
     """Matrix-multiply FLOPs of one operator from its input shapes (PyTorch's counter gives 0 for CPU attention)."""
     if operator == "mm" and len(shapes) >= 2:
         return 2.0 * _numel(shapes[0]) * shapes[1][1]
+    if operator == "_linear_pointwise" and len(shapes) >= 2:
+        return 2.0 * _numel(shapes[0]) * shapes[1][0]
     if operator == "addmm" and len(shapes) >= 3:
         return 2.0 * _numel(shapes[1]) * shapes[2][1]
     if operator == "bmm" and len(shapes) >= 2:
