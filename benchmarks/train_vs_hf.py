@@ -4,7 +4,7 @@ Each contender trains in a process of its own, in ABBA order; every process trai
 initial weights with AdamW, clipping and the same schedule. Reported: median step time of each, the ratio with its block
 bootstrap interval, and the losses (which must agree, or the comparison is void).
 
-    python benchmarks/train_vs_hf.py [--repeats 3] [--steps 12] [--out benchmarks/results/train_vs_hf.json]
+    python benchmarks/train_vs_hf.py [--repeats 3] [--steps 12] [--shapes quickstart] [--out FILE]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHAPES = {
 }
 """Model, sequence length, batch size."""
 WORKLOAD = {"kind": "pretrain", "lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.0}
-CONTENDERS = ("ridgeline", "ridgeline_flash", "hf_sdpa", "hf_eager")
+CONTENDERS = ("ridgeline", "ridgeline_flash", "ridgeline_fused", "hf_sdpa", "hf_eager")
 
 
 def experiment(steps: int, plan: list[str]):
@@ -115,6 +115,7 @@ def child(name: str, steps: int) -> None:
     runs = {
         "ridgeline": lambda: run_ridgeline(steps, []),
         "ridgeline_flash": lambda: run_ridgeline(steps, ["flash_attention"]),
+        "ridgeline_fused": lambda: run_ridgeline(steps, ["flash_attention", "fused_layers"]),
         "hf_sdpa": lambda: run_hf(steps, "sdpa"),
         "hf_eager": lambda: run_hf(steps, "eager"),
     }
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_vs_hf.json"))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--child")
     args = parser.parse_args()
     if args.child:
@@ -136,7 +138,8 @@ def main() -> None:
 
     result: dict = {"environment": fingerprint(), "workload": WORKLOAD, "steps": args.steps, "repeats": args.repeats,
                     "shapes": {}}  # fmt: skip
-    for shape, (model, seq_len, batch) in SHAPES.items():
+    for shape in args.shapes:
+        model, seq_len, batch = SHAPES[shape]
         found: dict[str, list[dict]] = {c: [] for c in CONTENDERS}
         env = {**os.environ, "OMP_NUM_THREADS": str(cores()), "HF_HUB_OFFLINE": "1", "BENCH_SHAPE": shape}
         for r in range(args.repeats):
@@ -157,7 +160,8 @@ def main() -> None:
                 "final_loss": found[name][0]["losses"][-1],
                 "optimizer": found[name][0].get("optimizer", "AdamW fused"),
             }
-        pairs = [("ridgeline", "hf_eager"), ("ridgeline_flash", "hf_sdpa"), ("ridgeline", "hf_sdpa")]
+        pairs = [("ridgeline", "hf_eager"), ("ridgeline_flash", "hf_sdpa"), ("ridgeline_fused", "hf_sdpa"),
+                 ("ridgeline", "hf_sdpa")]  # fmt: skip
         ratios = {f"{a} over {b}": ratio_ci(blocks[b], blocks[a], paired=True)._asdict() for a, b in pairs}
         result["shapes"][shape] = {"model": model, "seq_len": seq_len, "batch_size": batch, "contenders": table,
                                    "ratios": ratios, "samples": blocks}  # fmt: skip
