@@ -8,7 +8,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,7 +26,10 @@ class Fork:
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.said, theirs = forks().Pipe(duplex=False)
-        here = (dict(os.environ), os.getcwd(), sys.path[:])
+        handle, self.log = tempfile.mkstemp(prefix="fork-")
+        """What it writes to standard error."""
+        os.close(handle)
+        here = (dict(os.environ), os.getcwd(), sys.path[:], self.log)
         call = (function.__module__, function.__qualname__, arguments)
         self.process = forks().Process(target=_run, args=(theirs, here, call), daemon=True)
         self.process.start()
@@ -32,8 +37,15 @@ class Fork:
 
     def answer(self, seconds: float = 300.0) -> Any:
         """What it sends next."""
-        assert self.said.poll(seconds), "a fork is silent"
-        return self.said.recv()
+        assert self.said.poll(seconds), f"a fork is silent: {self.errors()}"
+        try:
+            return self.said.recv()
+        except EOFError:
+            raise AssertionError(f"a fork ended: {self.errors()}") from None
+
+    def errors(self) -> str:
+        """The end of what it wrote to standard error."""
+        return Path(self.log).read_text(errors="replace")[-4000:]
 
     @property
     def returncode(self) -> int | None:
@@ -56,8 +68,9 @@ class Fork:
         self.process.kill()
 
 
-def _run(said: Any, here: tuple[dict[str, str], str, list[str]], call: tuple[str, str, tuple[Any, ...]]) -> None:
-    environment, folder, path = here
+def _run(said: Any, here: tuple[dict[str, str], str, list[str], str], call: tuple[str, str, tuple[Any, ...]]) -> None:
+    environment, folder, path, log = here
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     os.setsid()
     os.chdir(folder)
     os.environ.clear()

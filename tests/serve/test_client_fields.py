@@ -10,6 +10,8 @@ from tests.serve.test_reliability import call, error
 import ridgeline
 from ridgeline.data.examples import Template
 from ridgeline.serve import service
+from ridgeline.serve.bodies import WrongBody, parse, wrong_query
+from ridgeline.serve.chat import ChatCompletion
 from ridgeline.serve.request import EngineRequest
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -113,7 +115,7 @@ def test_the_template_gets_its_variables(server, template):
 def test_developers_are_the_system_unless_the_template_knows_them(server, template):
     talk = [{"role": "developer", "content": "Be"}, *CHAT]
     assert prompt_of(server, messages=talk).startswith("<system>Be|")
-    template("{# developer #}" + SOURCE)
+    template("{% if messages[0].role == 'developer' %}{% endif %}" + SOURCE)
     assert prompt_of(server, messages=talk).startswith("<developer>Be|")
 
 
@@ -451,3 +453,16 @@ def test_a_fault_is_told_where_the_body_has_it(server, path, param, more):
     message = error(said)["message"]
     assert message.startswith((f"{param}: ", f"unknown field '{param}'"))
     assert not re.search(r"union|list\[|instance|[A-Z]\w+(Part|Choice|Message|Block|Transfer)", message)
+
+
+def test_faults_say_no_more_than_what_is_wrong():
+    """Another kind of part is told by its type alone; parameters of a path and headers by their names."""
+    body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}
+    with pytest.raises(WrongBody) as e:
+        parse(ChatCompletion, json.dumps(body).encode(), "application/json", 64)
+    assert str(e.value).startswith("messages[0].content[0].type: Input should be 'text'")
+    assert ";" not in str(e.value)
+    fault = {"type": "int_parsing", "msg": "Input should be an integer"}
+    for place, query in (("path", {}), ("header", {}), ("query", {"after": "x"})):
+        said = wrong_query([{**fault, "loc": (place, "after")}], query)
+        assert (said.param, str(said)) == ("after", "after: Input should be an integer")

@@ -68,7 +68,7 @@ class Template:
     """Special tokens that templates ask for: ``bos_token``, ``eos_token``, …"""
 
     def __post_init__(self) -> None:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, nodes
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def refuse(message: str) -> None:
@@ -82,10 +82,15 @@ class Template:
         env.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         try:
             self._template = env.from_string(self.source)
-            self.reads_parts = _loops_over_content(env.parse(self.source))
-            """Whether messages may have a list of parts as content."""
+            tree = env.parse(self.source)
         except TemplateError as e:
             raise UserError(f"chat template {self.name} is not valid Jinja: {e}", "fix it, or give another") from None
+        self.reads_parts = _loops_over_content(tree)
+        """Whether messages may have a list of parts as content."""
+        self.reads_thinking = any(found.attr == "thinking" for found in tree.find_all(nodes.Getattr))
+        """Whether it has gpt-oss's name of what others call reasoning."""
+        self.knows_developer = any(found.value == "developer" for found in tree.find_all(nodes.Const))
+        """Whether it has OpenAI's newer name of what others know as system."""
 
     def render(self, messages: list[dict[str, Any]], prompt: bool = False, **variables: Any) -> str:
         """The text of ``messages``; with ``prompt`` it ends where the assistant's turn begins. ``variables``: more

@@ -70,8 +70,9 @@ def parse(model: type[B], raw: bytes, kind: str, context: int) -> B:
 
 
 def wrong_query(errors: Sequence[Any], query: Mapping[str, str]) -> WrongBody:
-    """What is wrong with the parameters of a path."""
-    return _wrong_body([{**e, "loc": e["loc"][1:]} for e in errors], dict(query))
+    """What is wrong with the parameters of a request: of its path, its query or its headers."""
+    others = {e["loc"][1]: None for e in errors if e["loc"][0] != "query" and len(e["loc"]) > 1}
+    return _wrong_body([{**e, "loc": e["loc"][1:]} for e in errors], {**query, **others})
 
 
 def _wrong_body(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
@@ -90,6 +91,8 @@ def _wrong_body(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
     for path, other in zip(paths, alike, strict=True):
         if len(path) == most:
             found.setdefault(_written(path), []).append(other)
+    kinds = {at: of for at, of in found.items() if at.endswith(".type") and of[0]["type"] == "literal_error"}
+    found = kinds or found  # what else the other kinds have and want is beside the point
     param, first = next(iter(found.items()))
     code = next((c for c in ((other.get("ctx") or {}).get("code") for other in first) if c), None)
     return WrongBody("; ".join(f"{at}: {_said(of)}" for at, of in list(found.items())[:4]), param, code)

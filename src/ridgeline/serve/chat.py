@@ -194,7 +194,7 @@ class Message(Body):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     """In a ``tool`` message: the call that it answers."""
     annotations: Nothing = None
@@ -404,9 +404,9 @@ def rendered(
     """The text of a conversation; with ``prompt`` the beginning of an answer follows, with ``open_end`` it ends with
     the last message's text. Raises :class:`BadRecord` for messages that the template does not take."""
     plain = [m.plain(template.reads_parts) for m in messages]
-    if ".thinking" in template.source:  # gpt-oss's name of what others call reasoning
+    if template.reads_thinking:
         plain = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in plain]
-    if "developer" not in template.source:  # OpenAI's newer name of what templates know as system
+    if not template.knows_developer:
         plain = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain]
     text = template.render(plain, prompt=prompt, **variables)
     if not open_end:
