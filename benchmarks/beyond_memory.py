@@ -44,7 +44,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from ridgeline import catalog, experiments
 from ridgeline.graph import decode_graph
-from ridgeline.measure.cells.generation_cell import _built, timed_generation
+from ridgeline.measure.cells.generation_cell import build_generation, timed_generation
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.probing.disk import file_rate
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
@@ -99,7 +99,7 @@ def prompt(batch: int) -> torch.Tensor:
 def model_of(e: Experiment) -> Any:
     """The model as measurements build it."""
     e, techniques = resolve(e)
-    return _built(e, e.workload, torch.device("cpu"), techniques).model  # type: ignore[arg-type]
+    return build_generation(e, torch.device("cpu"), techniques).model
 
 
 def tiers(checkpoint: str, rounds: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ridgeline import catalog, experiments
-from ridgeline.measure.cells.generation_cell import _built
+from ridgeline.measure.cells.generation_cell import build_generation
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.probing.disk import file_rate
 from ridgeline.nn.model.generate import decode, make_cache, prefill
@@ -51,7 +51,7 @@ def experiment(checkpoint: Path | None, model: str, plan: list[str], cluster: Cl
 def built(e: Experiment) -> Build:
     """The model and its counters."""
     e, techniques = resolve(e)
-    return _built(e, e.workload, torch.device("cpu"), techniques)  # type: ignore[arg-type]
+    return build_generation(e, torch.device("cpu"), techniques)
 
 
 @torch.inference_mode()

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from ridgeline import experiments
-from ridgeline.measure.cells.generation_cell import _built
+from ridgeline.measure.cells.generation_cell import build_generation
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.memory.meter import Meter
 from ridgeline.nn.model.generate import decode, make_cache, prefill
@@ -53,7 +53,7 @@ def built(checkpoint: Path, plan: list[str]) -> Build:
     w = {"kind": "generate", "batch_size": 1, "prompt_len": PROMPT, "output_len": TOKENS, "dtype": "fp32",
          "checkpoint": str(checkpoint)}  # fmt: skip
     e, techniques = resolve(experiments.make(str(checkpoint), "local", w, plan))
-    return _built(e, e.workload, torch.device("cpu"), techniques)  # type: ignore[arg-type]
+    return build_generation(e, torch.device("cpu"), techniques)
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ridgeline import experiments
-from ridgeline.measure.cells.generation_cell import _built
+from ridgeline.measure.cells.generation_cell import build_generation
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.probing.cache_size import cache_bytes, copy_rates
 from ridgeline.nn.memory.meter import Meter
@@ -57,7 +57,7 @@ class Case:
 
     def __init__(self, plan: tuple[str, ...], length: int) -> None:
         self.e, techniques = resolve(experiment(plan, length))
-        self.model = _built(self.e, self.e.workload, torch.device("cpu"), techniques).model  # type: ignore[arg-type]
+        self.model = build_generation(self.e, torch.device("cpu"), techniques).model
         self.ids = torch.randint(MODEL.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
         self.seconds: list[float] = []
 

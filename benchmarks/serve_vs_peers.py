@@ -178,7 +178,9 @@ def decode(checkpoint: Path, rounds: int, new: int = 64) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(build(spec), Path(folder))
         shutil.copy(checkpoint / "tokenizer.json", folder)
-        plans = {"fp32": [], "int8": ["rtn:bits=8"], "int4": ["rtn:bits=4,group_size=32"]}
+        forms = {"int8": "rtn:bits=8", "int4": "rtn:bits=4,group_size=32"}
+        plans = {"fp32": [], **{n: [form] for n, form in forms.items()}}
+        plans |= {f"{n}, head too": [f"{form},head_bits=8"] for n, form in forms.items()}
         engines = {n: load_engine(Path(folder), [*DEFAULT_PLAN, *p], dtype="fp32", max_model_len=512)
                    for n, p in plans.items()}  # fmt: skip
         runs = {n: (lambda e=e, n=n: serve(e, [greedy(n, prompt, new)])) for n, e in engines.items()}
@@ -186,8 +188,8 @@ def decode(checkpoint: Path, rounds: int, new: int = 64) -> dict[str, Any]:
         times = in_turns(runs, rounds)
     result["tokens_per_s"] = {n: new / statistics.median(s) for n, s in times.items()}
     result["speedup_over_fp32"] = {n: statistics.median(times["fp32"]) / statistics.median(s) for n, s in times.items()}
-    for n in ("int8", "int4"):
-        theirs = {peer: seconds for peer, seconds in times.items() if peer.startswith(f"llama.cpp {n}")}
+    for n in [name for name in plans if name != "fp32"]:
+        theirs = {peer: seconds for peer, seconds in times.items() if peer == f"llama.cpp {n}"}
         result[f"{n} over"] = ratios({n: times[n], **theirs}, n)
     bits = {"fp32": 32, "int8": 8.0, "int4": 4.5}
     head = spec.vocab_size * spec.hidden_size
@@ -199,8 +201,8 @@ def decode(checkpoint: Path, rounds: int, new: int = 64) -> dict[str, Any]:
 
 
 def _llama_cpp(folder: Path, prompt: list[int], new: int) -> dict[str, Callable[[], Any]]:
-    """llama.cpp on the same shapes, Q8_0 and Q4_0, where it is installed; with its own choice of the head's bits (8 and
-    6), and with the head as it is, which is what the others here have."""
+    """llama.cpp on the same shapes, Q8_0 and Q4_0, where it is installed; with the head as it is, and with its own
+    choice of the head's bits (8 and 6)."""
     try:
         import llama_cpp
     except ImportError:

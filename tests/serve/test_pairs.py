@@ -100,7 +100,21 @@ def test_what_is_served_is_what_the_model_says(names, wide, monkeypatch):
         for module in (native_codes, torch_codes):
             monkeypatch.setattr(module, "wide_dtype", lambda: wide)
         monkeypatch.setattr(native_codes, "FEW_ROWS", 0)
-    e = experiment(*names)
+    served_as_computed(experiment(*names))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_in_codes_are_served(tied):
+    e = experiment("rtn")
+    calls = (Call(name="rtn", options={"bits": 8, "head_bits": 8}),)
+    model = e.model.model_copy(update={"tie_embeddings": tied})
+    coded = e.model_copy(update={"model": model, "plan": Plan(calls=calls)})
+    engine = served_as_computed(coded)
+    assert isinstance(engine.model.head.out, PackedLinear)
+
+
+def served_as_computed(e):
+    """Serve prompts: tokens and their log-probabilities are those of the model by itself. Returns the engine."""
     made = check(e)
     eng = make_engine(e, torch.device("cpu"))
     _, events = run(eng, *[ask(str(i), p, 6, logprobs=0) for i, p in enumerate(PROMPTS)])
@@ -122,6 +136,7 @@ def test_what_is_served_is_what_the_model_says(names, wide, monkeypatch):
         torch.testing.assert_close(told, said, rtol=tolerance, atol=tolerance)
         if not lossy:
             assert out == logp.argmax(1).tolist()
+    return eng
 
 
 def test_refusals_say_why():

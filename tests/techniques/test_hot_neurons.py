@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.compressing import LLAMA, checkpoint
 
 from ridgeline import catalog, experiments
-from ridgeline.measure.cells.generation_cell import _built
+from ridgeline.measure.cells.generation_cell import build_generation
 from ridgeline.nn.memory.meter import Meter
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.predict import predict
@@ -49,7 +49,7 @@ def built(source, *options, **work):
     w = {"kind": "generate", "checkpoint": str(source), "batch_size": 2, "prompt_len": 8, "output_len": 4, **work}
     plan = [f"hot_neurons:tokens=256,{','.join(options)}"] if options else []
     e, techniques = resolve(experiments.make(str(source), Cluster(device=CPU), w, plan))
-    return e, _built(e, e.workload, torch.device("cpu"), techniques)
+    return e, build_generation(e, torch.device("cpu"), techniques)
 
 
 @torch.inference_mode()

@@ -6,14 +6,15 @@ from tests.nn.test_packed_model import SPEC, write
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.model.init import build
+from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import holds_codes, load_packed
 from ridgeline.predict import predict
 from ridgeline.runtime.build import Build
 from ridgeline.spec.device import Cluster, Device
-from ridgeline.spec.errors import UserError
+from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
-from ridgeline.spec.workload import Generate
+from ridgeline.spec.workload import Generate, Pretrain
 from ridgeline.techniques.registry import check, normalize
 
 CPU = Device(name="cpu", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=1e10, memory_bandwidth=1e10)
@@ -50,6 +51,53 @@ def test_held_bytes_are_predicted_exactly(spec, options):
     assert len(holds_codes(model)) == 2 * (4 + 3 * max(1, spec.num_experts))
     predicted = {m.category: m.bytes for m in predict(normalize(e)).memory}
     assert predicted["parameters"] == pytest.approx(parameter_bytes(model), rel=1e-12)
+
+
+@pytest.mark.skipif(native.library() is None, reason="memory is predicted for the compiled kernels")
+@pytest.mark.parametrize("tied", [True, False])
+@torch.inference_mode()
+def test_a_heads_codes_give_its_logits_and_are_predicted(tied):
+    """Logits are those of the codes; a tied head's are held beside the table of tokens, which stays as it is."""
+    spec = WIDE.model_copy(update={"tie_embeddings": tied})
+    e = generation(spec, "rtn:bits=4,group_size=32,head_bits=8")
+    whole, plain = build(spec), built(generation(spec, "rtn:bits=4,group_size=32"), build(spec))
+    model = built(e, build(spec))
+    layer = model.head.out
+    assert isinstance(layer, PackedLinear)
+    assert (layer.bits, layer.group_size) == (8, 32)
+    assert torch.equal(model.embed.tokens.weight, whole.embed.tokens.weight)
+    predicted, dense = (predict(normalize(x)) for x in (e, generation(spec, "rtn:bits=4,group_size=32")))
+    held = {m.category: m.bytes for m in predicted.memory}["parameters"]
+    assert held == pytest.approx(parameter_bytes(model), rel=1e-12)
+    read = [next(r.bytes for r in x.breakdown if r.phase == "decode" and r.operator == "head.out") / 3
+            for x in (predicted, dense)]  # fmt: skip
+    assert read[1] - read[0] == pytest.approx(4 * spec.vocab_size * spec.hidden_size - parameter_bytes(layer))
+    ids = torch.arange(24).view(2, 12)
+    hidden = model(ids, return_hidden=True)
+    assert torch.equal(hidden, plain(ids, return_hidden=True))
+    weight = whole.head.out.weight
+    grouped = weight.view(len(weight), -1, 32)
+    scale = (grouped.abs().amax(-1, keepdim=True) * 2 / 255).half().float()
+    rounded = ((grouped / scale).round().clamp(-128, 127) * scale).view_as(weight)
+    torch.testing.assert_close(model(ids), hidden @ rounded.T, rtol=1e-4, atol=1e-4)
+    model.tie()
+    assert model.head.out is layer
+
+
+@pytest.mark.parametrize(("spec", "options", "says"), [
+    (WIDE, "bits=4,group_size=48,head_bits=8", "does not divide"),
+    (WIDE.model_copy(update={"head": "classify", "num_labels": 2}), "bits=8,head_bits=8", "no head for the next token"),
+])  # fmt: skip
+def test_heads_that_cannot_be_quantized_are_refused(spec, options, says):
+    with pytest.raises(Incompatible, match=says):
+        check(normalize(generation(spec, f"rtn:{options}")))
+
+
+def test_a_head_stays_dense_where_it_is_trained_or_stored():
+    w = Pretrain(seq_len=32, batch_size=1)
+    e = Experiment(model=WIDE, cluster=Cluster(device=CPU), workload=w, plan=Plan.parse(["lora", "rtn:head_bits=8"]))
+    with pytest.raises(Incompatible, match="stays dense in task pretrain"):
+        check(normalize(e))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -16,7 +16,7 @@ from torch import nn
 from ridgeline import catalog, experiments
 from ridgeline.cli import app
 from ridgeline.measure.cells import generation_cell
-from ridgeline.measure.cells.generation_cell import _built
+from ridgeline.measure.cells.generation_cell import build_generation
 from ridgeline.nn.memory.layer_stream import FileSource, LayerStream, layer_tensors, size_of
 from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
@@ -43,7 +43,7 @@ def built(source, *plan, **work):
     """An experiment of task generate on a checkpoint, and its model as measurements build it."""
     w = {"kind": "generate", "checkpoint": str(source), "batch_size": 2, "prompt_len": 8, "output_len": 6, **work}
     e, techniques = resolve(experiments.make(str(source), HERE, w, list(plan)))
-    return e, _built(e, e.workload, torch.device("cpu"), techniques).model
+    return e, build_generation(e, torch.device("cpu"), techniques).model
 
 
 @torch.inference_mode()

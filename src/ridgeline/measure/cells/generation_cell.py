@@ -42,7 +42,7 @@ def measured_generation(e: Experiment, options: CellOptions, here: RankContext) 
     w, device, ranks = e.workload, here.device, here.ranks
     assert isinstance(w, Generate)
     used = DeviceUse(here)
-    run = built(e, device, techniques)
+    run = build_generation(e, device, techniques)
     batch = e.micro_batch_size
     generator = torch.Generator().manual_seed(w.seed + here.rank)
     prompt = torch.randint(e.model.vocab_size, (batch, w.prompt_len), generator=generator).to(device)
@@ -112,7 +112,7 @@ def _metrics(
     }
 
 
-def built(e: Experiment, device: torch.device, techniques: list[Technique]) -> Build:
+def build_generation(e: Experiment, device: torch.device, techniques: list[Technique]) -> Build:
     """The model with the plan's techniques."""
     w, dtype = e.workload, DTYPES[e.dtype]
     assert isinstance(w, Generate)

@@ -448,12 +448,12 @@ def _reference_decode(device: torch.device) -> dict[str, float]:
 
     The products are timed by themselves in the same moment, as the rate of a machine's memory changes.
     """
-    from ridgeline.measure.cells.generation_cell import built, timed_generation
+    from ridgeline.measure.cells.generation_cell import build_generation, timed_generation
 
     out = {}
     for bits in DECODE_BITS:
         e, techniques = resolve(decode_experiment(BLANK, bits))
-        w, model = e.workload, built(e, device, techniques).model
+        w, model = e.workload, build_generation(e, device, techniques).model
         assert isinstance(w, Generate)
         prompt = torch.zeros(1, w.prompt_len, dtype=torch.long, device=device)
         products: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear | PackedLinear)]

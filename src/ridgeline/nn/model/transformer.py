@@ -264,7 +264,9 @@ class Transformer(nn.Module):
 
     def tie(self) -> None:
         """Make a tied head share the embedding's parameter. Needed again after anything that replaces parameters."""
-        if self.spec.tie_embeddings and self.head is not None and self.embed is not None:
+        if not self.spec.tie_embeddings or self.head is None or self.embed is None:
+            return
+        if isinstance(self.head.out, nn.Linear):  # not where it holds codes
             self.head.out.weight = self.embed.tokens.weight
 
     def rope(

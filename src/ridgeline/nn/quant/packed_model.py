@@ -175,6 +175,13 @@ def pack_layers(
     return count
 
 
+def pack_head(model: Transformer, packed: Packed, device: torch.device) -> None:
+    """Let the head compute logits from quantized weights [V, H]."""
+    assert model.head is not None
+    bias = model.head.out.bias
+    model.head.add_module("out", PackedLinear(packed, bias, device=device))
+
+
 def _experts(
     old: Experts, name: str, code: Code, device: torch.device, fast: bool, dense: Callable[[str, int], Tensor] | None
 ) -> PackedExperts | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.graph.graph import Block, Graph, Op, Param, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
@@ -43,6 +43,9 @@ class WeightOnly(Technique):
     """Whether the range is centered on zero; False: a zero point per group is stored too."""
     expert_bits: int | None = Field(default=None, ge=2, le=8)
     """Bits per weight of a mixture's experts; None: those of the other layers."""
+    head_bits: int | None = Field(default=None, ge=2, le=8)
+    """Bits per weight of the head in ``generate`` and ``serve``, rounded to nearest when the model loads; None: it
+    stays dense. A tied head gets codes beside the table of tokens."""
 
     def bits_of(self, name: str) -> int:
         """Bits per weight of the parameter, layer or site ``name``."""
@@ -57,11 +60,23 @@ class WeightOnly(Technique):
         """Groups must divide the rows."""
         self.needs(self.expert_bits is None or e.model.num_experts > 0, f"{e.model.name} has no experts",
                    "leave out expert_bits")  # fmt: skip
+        self._check_head(e)
         for name, (_, width) in widths(e).items():
             if self.group_size:
                 self.needs(width % self.group_size == 0,
                            f"group_size {self.group_size} does not divide {name}'s input width {width}",
                            f"use a divisor of {width}, or 0 for whole rows")  # fmt: skip
+
+    def _check_head(self, e: Experiment) -> None:
+        if self.head_bits is None:
+            return
+        self.needs(isinstance(e.workload, (Generate, Serve)), f"a head stays dense in task {e.workload.kind}",
+                   "leave out head_bits, and give it to generate or serve")  # fmt: skip
+        self.needs(e.model.head == "lm", f"{e.model.name} has no head for the next token", "leave out head_bits")
+        width = e.model.hidden_size
+        self.needs(not self.group_size or width % self.group_size == 0,
+                   f"group_size {self.group_size} does not divide the head's input width {width}",
+                   f"use a divisor of {width}, or 0 for whole rows")  # fmt: skip
 
     def owns(self) -> frozenset[Part]:
         """One weight format at a time."""
@@ -107,7 +122,27 @@ def shrunk(g: Graph, e: Experiment, t: WeightOnly) -> Graph:
         b.forward = [narrow(o, *held_as[o.param]) if o.kind == "gemm" and o.param in held_as else o
                      for o in b.forward]  # fmt: skip
 
-    return g.each_block(shrink, layers_only=True)
+    g.each_block(shrink, layers_only=True)
+    if t.head_bits is not None:
+        _shrink_head(g, device, t, t.head_bits)
+    return g
+
+
+def _shrink_head(g: Graph, device: str, t: WeightOnly, bits: int) -> None:
+    for b in g.blocks:
+        product = next((o for o in b.forward if o.name == "head.out"), None)
+        if product is None:
+            continue
+        out, width = product.shape[-2:]
+        each = held_bytes(out, width, bits, t.group_size, t.symmetric, device) / (out * width)
+        dtype = "int4" if bits <= 4 else "int8"
+        own = next((p for p in b.params if p.name == "head.out.weight"), None)
+        wide = DTYPE_BYTES[product.dtype]
+        if own is None:  # the head is tied: its codes are held beside the table of tokens
+            b.params.append(Param("head.out.codes", out * width, dtype, False, each, (out, width)))
+        else:
+            own.bytes_per_element, own.dtype, own.trainable = each, dtype, False
+        b.forward = [narrow(o, each, wide, dtype) if o is product else o for o in b.forward]
 
 
 def stored(e: Experiment, t: WeightOnly) -> tuple[int, float]:
@@ -164,7 +199,7 @@ def packed(run: Build, t: WeightOnly, codes_dense: bool = False, mse: bool = Fal
     """
     import torch
 
-    from ridgeline.nn.quant.packed_model import holds_codes, pack_layers
+    from ridgeline.nn.quant.packed_model import holds_codes, pack_head, pack_layers
     from ridgeline.runtime.solve.grid import Affine
 
     def code(name: str, expert: int | None) -> tuple[Packed, None]:
@@ -192,6 +227,11 @@ def packed(run: Build, t: WeightOnly, codes_dense: bool = False, mse: bool = Fal
     else:
         device = next(run.model.parameters()).device
         pack_layers(run.model, code, device)
+    if t.head_bits is not None and run.model.head is not None:
+        weight = run.model.head.out.weight.detach()
+        wide = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float16
+        form = Affine(t.head_bits, t.group_size, t.symmetric, mse, wide)
+        pack_head(run.model, form.fit(weight.float()).pack(weight.float()), weight.device)
 
 
 def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
