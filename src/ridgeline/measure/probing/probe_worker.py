@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +18,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline import catalog
 from ridgeline.jobs.job import ProbeOptions, Progress, RankContext
 from ridgeline.measure.environment import spare_core
 from ridgeline.measure.probing.cache_size import cache_bytes
 from ridgeline.measure.probing.disk import folder_rate
 from ridgeline.measure.probing.gpu_backends import Sizes, backend_rows
 from ridgeline.measure.probing.gpu_operators import operator_rows
-from ridgeline.measure.probing.probe import BLANK, DECODE_BITS, REFERENCE, decode_experiment, reference_experiment
 from ridgeline.measure.probing.probe_serving import serving_costs
 from ridgeline.measure.probing.probe_timer import CACHE_BYTES, Timer, Work, affine, rate, steady
+from ridgeline.measure.probing.references import reference_decode, reference_step
 from ridgeline.nn.kernels.products import choose_products, linear
 from ridgeline.nn.model.attention import BACKENDS, Mask
 from ridgeline.nn.model.loss import token_loss
@@ -42,8 +40,6 @@ from ridgeline.nn.quant.quantized import dequantize, quantize
 from ridgeline.paths import cache_dir
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.lowbit import FEW_ROWS, GEMM_ROWS
-from ridgeline.spec.workload import Generate
-from ridgeline.techniques.registry import resolve
 
 SMALL = (704, 256)
 """Outputs and inputs of a small model's product: large ones are faster, but small models live below them."""
@@ -68,8 +64,8 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     report({"stage": "memory"})
     bandwidth = _bandwidth(timer, device)
     report({"stage": "a reference step"})
-    reference = _reference_step(timer, device, 8 if options.quick else 12)
-    decoding = _reference_decode(device) if inference and ranks == 1 and device.type == "cpu" else {}
+    reference = reference_step(timer, device, 8 if options.quick else 12)
+    decoding = reference_decode(device) if inference and ranks == 1 and device.type == "cpu" else {}
     rows: list[dict[str, Any]] = []
     backends: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
@@ -416,66 +412,6 @@ def _linears_step(
         forward.append(middle - start)
         model.zero_grad(set_to_none=True)
     return steady(forward) / groups, steady(backward) / groups
-
-
-def _reference_step(timer: Timer, device: torch.device, rounds: int) -> float:
-    """Seconds of one plain training step of the reference model, without communication."""
-    from ridgeline.nn.model.init import build
-    from ridgeline.runtime.train_build import LossModel
-
-    w = reference_experiment().training
-    assert w.batch_size is not None
-    root = LossModel(build(catalog.model(REFERENCE), device))
-    root.model.set_attention("naive")
-    parameters = list(root.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    ids = torch.randint(root.model.spec.vocab_size, (w.batch_size, w.seq_len), device=device)
-    times = []
-    for _ in range(rounds):
-        timer.together()
-        start = time.perf_counter()
-        (root(ids, ids) / ids.numel()).backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        timer.sync()
-        times.append(time.perf_counter() - start)
-    return steady(times)
-
-
-def _reference_decode(device: torch.device) -> dict[str, float]:
-    """Seconds of a decode step of the reference model beyond its products, by the bits of its weights.
-
-    The products are timed by themselves in the same moment, as the rate of a machine's memory changes.
-    """
-    from ridgeline.measure.cells.generation_cell import build_generation, timed_generation
-
-    out = {}
-    for bits in DECODE_BITS:
-        e, techniques = resolve(decode_experiment(BLANK, bits))
-        w, model = e.workload, build_generation(e, device, techniques).model
-        assert isinstance(w, Generate)
-        prompt = torch.zeros(1, w.prompt_len, dtype=torch.long, device=device)
-        products: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear | PackedLinear)]
-        inputs = [torch.randn(1, 1, int(m.in_features), device=device) for m in products]
-        beside = []
-        with torch.inference_mode():
-            for _ in range(4):
-                (_, *steps) = timed_generation(model, prompt, w.output_len)
-                beside.append(statistics.median(steps) - _seconds(products, inputs, len(steps)))
-        out[str(bits)] = statistics.median(beside[1:])
-    return out
-
-
-def _seconds(layers: list[nn.Module], inputs: list[Tensor], times: int) -> float:
-    """Median seconds of computing the layers one after the other."""
-    taken = []
-    for _ in range(times):
-        start = time.perf_counter()
-        for layer, x in zip(layers, inputs, strict=True):
-            layer(x)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
 
 
 def _memory(device: torch.device) -> float:
