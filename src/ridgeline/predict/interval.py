@@ -59,16 +59,28 @@ class Known(NamedTuple):
     """Share of the mean time to first token that requests wait for others, where the load is not known."""
 
 
+def causes(task: str, first: bool, known: Known) -> dict[str, float]:
+    """Relative 68 % errors that a latency, throughput or other time has beside its operators and its step, by the name
+    of the constant: until the ``first`` token, or not."""
+    found = {}
+    if first and task in FIRST:
+        found = {"FIRST": FIRST[task], "LOAD": LOAD * known.waiting}
+    if not known.engine:
+        found["ENGINE"] = ENGINE["first" if first else "token"]
+    if not known.validated:
+        found["UNVALIDATED"] = UNVALIDATED
+    return found
+
+
 def latency_spread(rows: Iterable[Row], task: str, first: bool, known: Known = Known()) -> float:
     """Relative 68 % error of a latency, throughput or other time: until the ``first`` token, or not."""
-    own = [spread_of(rows, task)]
-    if first and task in FIRST:
-        own += [FIRST[task], LOAD * known.waiting]
-    if not known.engine:
-        own.append(ENGINE["first" if first else "token"])
-    if not known.validated:
-        own.append(UNVALIDATED)
-    return math.hypot(*own)
+    return math.hypot(spread_of(rows, task), *causes(task, first, known).values())
+
+
+def stated_spread(m: Metric) -> float:
+    """The relative 68 % error that a metric's interval states."""
+    assert m.high is not None
+    return math.log(m.high / m.value) / _95
 
 
 def add_intervals(metrics: dict[str, Metric], rows: Iterable[Row], task: str, known: Known = Known()) -> None:
