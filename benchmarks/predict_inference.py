@@ -83,7 +83,8 @@ def left_out(path):
     """As :func:`judge`, with the seconds of each engine from the other one."""
     own = dict(ENGINES)
     for name, other in OTHERS.items():
-        ENGINES[name] = replace(own[name], **{field: getattr(own[other], field) for field in SECONDS})
+        others = {field: getattr(own[other], field) for field in SECONDS}
+        ENGINES[name] = replace(own[name], fitted_on=(), **others)
     try:
         return judge(path, serving)
     finally:

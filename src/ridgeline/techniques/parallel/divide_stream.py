@@ -45,13 +45,13 @@ _OUTPUTS = {"attention": ("attention.o_proj",), "mlp": ("mlp.down_proj", "mlp.co
 def _gathered(ops: list[Op], before: dict[str, tuple[str, ...]], size: float, t: int, direction: str) -> list[Op]:
     """The operators with an all-gather before the first one of each part."""
     out: list[Op] = []
-    done: set[str] = set()
+    waiting = dict(before)
     for op in ops:
-        for label, names in before.items():
-            if label not in done and not op.axis and op.name.startswith(names):
-                done.add(label)
-                out.append(Op(f"{label}.gather", "communication", "all_gather", direction, bytes=size, link_bytes=size,
-                              ranks=t, axis="tp"))  # fmt: skip
+        label = op.name.partition(".")[0]
+        if label in waiting and not op.axis and op.name.startswith(waiting[label]):
+            del waiting[label]
+            out.append(Op(f"{label}.gather", "communication", "all_gather", direction, bytes=size, link_bytes=size,
+                          ranks=t, axis="tp"))  # fmt: skip
         out.append(op)
     return out
 
