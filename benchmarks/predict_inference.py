@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ridgeline import experiments
+from ridgeline.measure.environment import fingerprint
 from ridgeline.predict import interval, predict
 from ridgeline.predict.serving.engine_costs import ENGINES
 from ridgeline.spec.errors import UserError
@@ -154,7 +155,7 @@ def interval_classes(fixed, served, foreign):
         if not first_token(case):
             alone = serving.ALONE if case.group.endswith(serving.ALONE) else ""
             classes[f"serving, TPOT{alone}", ""][engine].append(case)
-    elsewhere = [(f"{e} on {c.group.split()[0]}", c) for e, c in fixed if not c.known.engine]
+    elsewhere = [(e, c) for e, c in fixed if not c.known.engine]
     for engine, case in (*foreign, *elsewhere):
         alone = case.group.endswith(serving.ALONE)
         if first_token(case) and task_of(case) == "serve" and not alone:
@@ -166,20 +167,20 @@ def interval_classes(fixed, served, foreign):
 
 
 def intervals(fixed, served, foreign):
-    """The table of intervals, and {constant: (shipped, fitted)}; of engines that were left out with all constants, of
-    the others with that of the judged engine's errors left out."""
+    """The table of intervals, and {constant: (shipped, fitted)}."""
     print(f"\n{'intervals: inside, mean factor':58} {'n':>4} {'stated':>12} {'left out':>12}")
-    rows, now, fitted = [], shipped(), {}
+    rows, now, fit, fitted = [], shipped(), shipped(), {}
     for (what, constant), groups in interval_classes(fixed, served, foreign).items():
         if constant:
-            best = least([*groups.values()], constant, now)
+            best = least([*groups.values()], constant, fit)
+            fit = changed(fit, constant, round(best, 2))
             outer, _, inner = constant.partition(" ")
             fitted[constant] = {"shipped": now[outer][inner] if inner else now[outer], "fitted": best}
         for engine, cases in groups.items():
             others = [g for e, g in groups.items() if e != engine]
             row = {"class": what, "engine": engine, "n": len(cases), "stated": inside(cases, now)}
             if constant and others:
-                without = least(others, constant, now)
+                without = least(others, constant, fit)
                 row |= {"constant": constant, "left_out_constant": without,
                         "left_out": inside(cases, changed(now, constant, without))}  # fmt: skip
             rows.append(row)
@@ -244,7 +245,7 @@ def main():
     print(f"\nGPT-3 175B on 4 A100, prefill and 1000 tokens: {report['speed']['gpt3_1000_tokens_s'] * 1e3:.1f} ms")
     print(f"simulated requests per minute: {report['speed']['requests_per_minute']:,.0f}")
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        args.json.write_text(json.dumps({**report, "environment": fingerprint()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

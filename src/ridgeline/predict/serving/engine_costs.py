@@ -228,6 +228,13 @@ ENGINES["lightllm"] = replace(
     dispatch_s=20e-6, iteration_s=2e-3, sequence_s=0.1e-3, spill_tokens=0, source=_ASSUMED.format("vllm-2023"),
     fitted_on=(),
 )  # fmt: skip
+ENGINES["tgi-1"] = replace(
+    ENGINES["vllm-2023"], name="tgi-1", title="Text Generation Inference 1 (2023), eager, whole prompts first",
+    dispatch_s=ENGINES["lightllm"].dispatch_s, iteration_s=ENGINES["lightllm"].iteration_s, reserves=True,
+    max_num_seqs=128, max_num_batched_tokens=4096, spill_tokens=0,
+    source="assumptions: what its documentation says of its mechanisms; a launch as in `lightllm`, sequences one by one as"
+    " in `vllm-2023`", fitted_on=(),
+)  # fmt: skip
 ENGINES["hf"] = replace(
     ENGINES["vllm-2023"], name="hf", title="Hugging Face generate, eager: padded batches that run until all end",
     fused=False, dispatch_s=12e-6, iteration_s=1e-3, sequence_s=0.0, request_s=0.0, continuous=False, padded=True,
