@@ -181,11 +181,11 @@ ENGINES: dict[str, EngineCosts] = {
             one_shot=False, source="assumptions: a C++ loop, which keeps ahead of the GPU",
         ),
         EngineCosts(
-            "gpt-fast", "gpt-fast (late 2023): torch.compile, one sequence, the step as a CUDA graph", True,
+            "gpt-fast", "gpt-fast (early 2024): torch.compile, one sequence, the step as a CUDA graph", True,
             dispatch_s=0.0, iteration_s=0.1e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
             prefill_share=1.0, request_s=0.0,
             max_num_seqs=1, max_num_batched_tokens=65536, chunked=False, mixes=False, reserves=True, shares=False,
-            one_shot=False, code_bytes=6.5, source="code_bytes: one row, llama2-70b int4 on one A100; else assumptions",
+            code_bytes=6.5, source="code_bytes: one row, llama2-70b int4 on one A100; else assumptions",
         ),
         EngineCosts(
             "mlc", "MLC LLM (late 2023): compiled kernels launched one by one", False,
