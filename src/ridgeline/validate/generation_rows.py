@@ -28,12 +28,22 @@ ENGINE = "vllm-2023"
 """What the rows were measured with, unless a column ``backend`` says otherwise."""
 
 
+CONTAINED = "mlc-ai/llm-perf-bench"
+"""Source of rows whose engines ran in containers with Docker's 64 MB of shared memory (its docker/bash.sh)."""
+
+
+def engine_behind(row: CsvRow) -> str:
+    """The engine that a row was measured with."""
+    name = row.text("backend", ENGINE)
+    return f"{name}-docker" if name == ENGINE and row.text("source", "").startswith(CONTAINED) else name
+
+
 def experiment(row: CsvRow) -> Experiment:
     """The row as an experiment. Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted."""
     prompt, output = row.count("prompt_len"), row.count("output_len")
     tp = row.count("tp", 1)
     workload = Generate(
-        batch_size=row.count("batch", 1), prompt_len=prompt, output_len=output, engine=row.text("backend", ENGINE)
+        batch_size=row.count("batch", 1), prompt_len=prompt, output_len=output, engine=engine_behind(row)
     )
     model = model_of(row)
     plan = plan_of(model, row.text("precision", "bf16"), workload.engine)

@@ -74,6 +74,8 @@ class EngineCosts:
     """Library of its attention kernels: flash, trtllm, or packed: one call per sequence on views of the pool (CPU)."""
     fused: bool = True
     """Whether it merges products of the same input, and norms with adjacent operators."""
+    worker_s: float = 0.0
+    """Seconds between iterations in addition for every worker process, of several, that is sent an iteration's inputs."""
     admission_s: float = 0.0
     """Seconds that the first iteration of a request is delayed by its parsing (HTTP, JSON) in parallel with the
     engine."""
@@ -214,6 +216,11 @@ ENGINES: dict[str, EngineCosts] = {
     )
 }  # fmt: skip
 _ASSUMED = "assumptions: what its documentation says of its mechanisms, on the host seconds of `{}`"
+ENGINES["vllm-2023-docker"] = replace(
+    ENGINES["vllm-2023"], name="vllm-2023-docker", title="vLLM 0.2 in a container without shared memory", worker_s=3.4e-3,
+    source="vllm-2023; worker_s: three rows of llama2-70b on 2, 4 and 8 A100 PCIe. Docker gives a container 64 MB of"
+    " shared memory, and Ray then keeps the objects of its messages in files", fitted_on=("a100-80g-pcie",),
+)  # fmt: skip
 ENGINES["sglang"] = replace(
     ENGINES["vllm"], name="sglang", title="SGLang (2025), radix cache, schedules while the GPU works",
     overlap=True, mixes=False, block_size=1, source=_ASSUMED.format("vllm"), fitted_on=(),
@@ -275,6 +282,7 @@ def find_engine(name: str, device: Device, ranks: int = 1) -> EngineCosts:
         engine,
         dispatch_s=engine.dispatch_s * speed,
         iteration_s=engine.iteration_s * speed,
+        worker_s=engine.worker_s * speed,
         schedule_s=engine.schedule_s * speed,
         sequence_s=engine.sequence_s * speed,
         layer_s=engine.layer_s * speed,
