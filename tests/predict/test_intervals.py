@@ -33,7 +33,7 @@ def served(**load):
 @pytest.mark.parametrize("name", ["ttft_s", "tpot_s", "tokens_per_s"])
 def test_an_engine_that_was_not_measured_widens_it(name):
     known, assumed = batch("vllm-2023"), batch("lightllm")
-    assert spread(assumed, name) > 1.2 * spread(known, name)
+    assert spread(assumed, name) > spread(known, name)
     assert any("no measurement of this engine" in note for note in assumed.notes)
     assert not any("no measurement of this engine" in note for note in known.notes)
     assert any("no measurement of this engine" in note for note in batch("vllm-2023", "a10g").notes)
