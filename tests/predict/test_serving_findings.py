@@ -37,8 +37,8 @@ def test_larger_batches_raise_throughput_and_latency():
 
 
 def burst(model, on, engine):
-    """arXiv:2311.03687, section 6: 1000 requests of 512 tokens at once on eight devices; prefill batches of 4096 tokens,
-    as vLLM and TGI of 2023 have them for Llama 2."""
+    """arXiv:2311.03687, section 6: 1000 requests of 512 tokens at once on eight devices; prefill batches of 4096
+    tokens, as vLLM and TGI of 2023 have them for Llama 2."""
     work = {"concurrency": 1000, "requests": 1000, "prompt_len": 512, "output_len": 256, "max_num_batched_tokens": 4096}
     return serve(model, on, ["tensor_parallel:degree=8"], engine=engine, **work)
 
@@ -67,8 +67,8 @@ def test_lightllm_is_ahead_on_a800(other):
     assert first > second
 
 
-@pytest.mark.xfail(strict=True, reason="predicted 1.5 times slower: LightLLM's kernels were written for the A100, and how"
-                   " fast they are on GeForce is not known")  # fmt: skip
+@pytest.mark.xfail(strict=True, reason="predicted 1.5 times slower: LightLLM's kernels were written for the A100, and"
+                   " how fast they are on GeForce is not known")  # fmt: skip
 def test_tgi_is_ahead_of_lightllm_on_24_gb():
     first, second = (metric(burst("llama2-7b", "8xrtx3090-nvlink", e), "tokens_per_s") for e in ("tgi-1", "lightllm"))
     assert first > second

@@ -75,7 +75,7 @@ class EngineCosts:
     fused: bool = True
     """Whether it merges products of the same input, and norms with adjacent operators."""
     worker_s: float = 0.0
-    """Seconds between iterations in addition for every worker process, of several, that is sent an iteration's inputs."""
+    """Additional seconds between iterations for every worker process, of several, to which its inputs are sent."""
     admission_s: float = 0.0
     """Seconds that the first iteration of a request is delayed by its parsing (HTTP, JSON) in parallel with the
     engine."""
@@ -217,7 +217,8 @@ ENGINES: dict[str, EngineCosts] = {
 }  # fmt: skip
 _ASSUMED = "assumptions: what its documentation says of its mechanisms, on the host seconds of `{}`"
 ENGINES["vllm-2023-docker"] = replace(
-    ENGINES["vllm-2023"], name="vllm-2023-docker", title="vLLM 0.2 in a container without shared memory", worker_s=3.4e-3,
+    ENGINES["vllm-2023"], name="vllm-2023-docker", title="vLLM 0.2 in a container without shared memory",
+    worker_s=3.4e-3,
     source="vllm-2023; worker_s: three rows of llama2-70b on 2, 4 and 8 A100 PCIe. Docker gives a container 64 MB of"
     " shared memory, and Ray then keeps the objects of its messages in files", fitted_on=("a100-80g-pcie",),
 )  # fmt: skip
@@ -239,8 +240,8 @@ ENGINES["tgi-1"] = replace(
     ENGINES["vllm-2023"], name="tgi-1", title="Text Generation Inference 1 (2023), eager, whole prompts first",
     dispatch_s=ENGINES["lightllm"].dispatch_s, iteration_s=ENGINES["lightllm"].iteration_s, reserves=True,
     max_num_seqs=128, max_num_batched_tokens=4096, spill_tokens=0,
-    source="assumptions: what its documentation says of its mechanisms; a launch as in `lightllm`, sequences one by one as"
-    " in `vllm-2023`", fitted_on=(),
+    source="assumptions: what its documentation says of its mechanisms; a launch as in `lightllm`, sequences one by one"
+    " as in `vllm-2023`", fitted_on=(),
 )  # fmt: skip
 ENGINES["hf"] = replace(
     ENGINES["vllm-2023"], name="hf", title="Hugging Face generate, eager: padded batches that run until all end",
