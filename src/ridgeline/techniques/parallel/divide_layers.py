@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from ridgeline.graph.graph import Block, Op, Param
+from ridgeline.graph.graph import Block, Op, Param, Saved
 from ridgeline.spec.model import COLUMN, LATENT, ROW, ModelSpec
 from ridgeline.techniques.parallel.divide_operators import (
     ATTENTION_CORE,
     split_bytes,
     split_gemm,
-    split_saved,
 )
 
-_DIVIDED = ("q", "k", "v", "probs", "probs.mask", "probs.dropped", "context", "q_raw", "k_raw", "q_norm.stats",
-            "k_norm.stats")  # fmt: skip
+_CORES, _MLPS = ("attention", "cross_attention"), ("mlp", "mlp.shared")
+_KEYS = frozenset(f"{core}.{name}" for core in _CORES for name in ("k", "v", "k_raw", "k_norm.stats"))
+_DIVIDED = frozenset((
+    *(f"{core}.{name}" for core in _CORES
+      for name in ("q", "probs", "probs.mask", "probs.dropped", "context", "q_raw", "q_norm.stats")),
+    *(f"{mlp}.{name}" for mlp in _MLPS for name in ("up", "gate", "inner", "acted")),
+    "logits",
+))  # fmt: skip
+"""What is saved of a layer's heads and columns; _KEYS: of the heads of keys and values."""
 
 
 def divide_block(
@@ -136,11 +142,10 @@ def _divide_param(p: Param, t: int, kv: int, joint: bool) -> None:
 
 
 def _divide_saved(b: Block, t: int, kv: int) -> None:
-    for prefix in ("attention", "cross_attention"):
-        for name in _DIVIDED:
-            split_saved(b, [f"{prefix}.{name}"], kv if name in ("k", "v", "k_raw", "k_norm.stats") else t)
-    inner = [f"{mlp}.{name}" for mlp in ("mlp", "mlp.shared") for name in ("up", "gate", "inner", "acted")]
-    split_saved(b, [*inner, "logits"], t)
+    for name, saved in b.saved.items():
+        by = kv if name in _KEYS else t if name in _DIVIDED else 1
+        if by > 1:
+            b.saved[name] = Saved(saved.bytes / by, saved.users)
 
 
 _READERS = {
