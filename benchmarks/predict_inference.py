@@ -6,7 +6,8 @@ DATA_DIR holds generation.csv, generation_engines.csv and serving.csv (the schem
 serving are with what is inferred of the load generators, and in lines that end in "fields only" with the file alone.
 Engines left out: the rows of an engine predicted with its mechanisms and another engine's seconds, as for an engine
 that nobody has measured. Intervals: the share of rows inside the 95 % interval that their prediction states, its mean
-width, and both with the constant behind it set without the judged engine.
+width, and both with the constant behind it set without the judged engine. The constants of `predict/interval.py` are
+fitted here: each is the least with which 95 % of its rows are inside, every engine counting as much as any other.
 """
 
 import argparse
@@ -20,25 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ridgeline import experiments
+from ridgeline.measure.environment import fingerprint
 from ridgeline.predict import interval, predict
 from ridgeline.predict.serving.engine_costs import ENGINES
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import generation_rows as generation
 from ridgeline.validate import serving_rows as serving
 from ridgeline.validate.csv_table import BadCell, read_table
-
-
-class Spread(float):
-    """A stated spread that remembers what it is made of."""
-
-
-def remembered(rows, task, first, known):
-    own = Spread(interval.latency_spread(rows, task, first, known))
-    own.parts, own.task, own.first, own.known = interval.spread_of(rows, task), task, first, known
-    return own
-
-
-generation.latency_spread = serving.latency_spread = remembered
 
 
 def judge(path, schema):
@@ -95,87 +84,112 @@ def left_out(path):
     """As :func:`judge`, with the seconds of each engine from the other one."""
     own = dict(ENGINES)
     for name, other in OTHERS.items():
-        ENGINES[name] = replace(own[name], **{field: getattr(own[other], field) for field in SECONDS})
+        others = {field: getattr(own[other], field) for field in SECONDS}
+        ENGINES[name] = replace(own[name], fitted_on=(), **others)
     try:
         return judge(path, serving)
     finally:
         ENGINES.update(own)
 
 
-BEFORE = {("generate", True): 0.0, ("serve", True): 0.20}
-"""The errors in addition to the operators' and the step's that intervals counted with until load and engine did."""
+def task_of(case):
+    return "serve" if "concurrency" in case.label else "generate"
 
 
-def variance(case, **constants):
-    """Of a case, with these constants of intervals and the shipped ones otherwise."""
-    s = case.spread
-    first = constants.get("FIRST", interval.FIRST[s.task]) if s.first else 0.0
-    load = constants.get("LOAD", interval.LOAD) * s.known.waiting if s.first else 0.0
-    part = "first" if s.first else "token"
-    engine = constants.get("ENGINE", 0.0 if s.known.engine else interval.ENGINE[part])
-    return s.parts**2 + first**2 + load**2 + engine**2
+def first_token(case):
+    return case.quantity == "ttft_s"
 
 
-def inside(cases, **constants):
+def shipped():
+    return {"FIRST": dict(interval.FIRST), "LOAD": interval.LOAD, "ENGINE": dict(interval.ENGINE)}
+
+
+def spread(case, constants):
+    """The 68 % error that a case would state with other constants: of what its prediction states, only what they say
+    changes."""
+    known, first, task = case.known, first_token(case), task_of(case)
+    rest = case.spread**2 - sum(x * x for x in interval.causes(task, first, known).values())
+    own = 0.0 if known.validated else interval.UNVALIDATED
+    if first:
+        own = math.hypot(own, constants["FIRST"][task], constants["LOAD"] * known.waiting)
+    if not known.engine:
+        own = math.hypot(own, constants["ENGINE"]["first" if first else "token"])
+    return math.sqrt(rest + own * own)
+
+
+def inside(cases, constants):
     """(share inside the interval, mean factor that it reaches either way)."""
-    reach = [1.96 * math.sqrt(variance(c, **constants)) for c in cases]
+    reach = [1.96 * spread(c, constants) for c in cases]
     held = [abs(math.log(c.predicted / c.measured)) <= r for c, r in zip(cases, reach, strict=True)]
     return statistics.fmean(held), math.exp(statistics.fmean(reach))
 
 
-def least(groups, name):
-    """The constant with which 95 % of the rows are inside, all groups of equal weight."""
+def changed(constants, name, value):
+    """``constants`` with the one called ``name`` (``ENGINE first``) at ``value``."""
+    outer, _, inner = name.partition(" ")
+    return constants | {outer: constants[outer] | {inner: value} if inner else value}
+
+
+def least(groups, name, constants):
+    """The value of a constant with which 95 % of the rows are inside, all groups of equal weight."""
     low, high = 0.0, 3.0
     for _ in range(30):
         middle = (low + high) / 2
-        enough = statistics.fmean(inside(g, **{name: middle})[0] for g in groups) >= 0.95
+        enough = statistics.fmean(inside(g, changed(constants, name, middle))[0] for g in groups) >= 0.95
         low, high = (low, middle) if enough else (middle, high)
     return high
 
 
 def interval_classes(fixed, served, foreign):
-    """{(what is judged, the constant behind it): {engine: cases}}."""
+    """{(what is judged, the constant behind it): {engine: cases}}, in the order in which constants are fitted: each
+    given those before it."""
     classes = defaultdict(lambda: defaultdict(list))
     for engine, case in fixed:
-        if case.spread.first:
-            classes["fixed batches, TTFT", "FIRST"][engine].append(case)
+        if case.known.engine and first_token(case):
+            classes["fixed batches, TTFT", "FIRST generate"][engine].append(case)
+    for constant, alone in (("FIRST serve", False), ("LOAD", True)):
+        for engine, case in served:
+            if first_token(case) and case.group.endswith(serving.ALONE) == alone:
+                classes[f"serving, TTFT{serving.ALONE if alone else ''}", constant][engine].append(case)
     for engine, case in served:
-        alone, kind = case.group.endswith(serving.ALONE), "TTFT" if case.spread.first else "TPOT"
-        constant = "" if not case.spread.first else "LOAD" if alone else "FIRST"
-        classes[f"serving, {kind}{serving.ALONE if alone else ''}", constant][engine].append(case)
-    for engine, case in (
-        *foreign,
-        *((f"{e} on {c.group.split()[0]}", c) for e, c in fixed if not c.spread.known.engine),
-    ):
-        if not case.group.endswith(serving.ALONE) or case.spread.first:
-            kind = "TTFT" if case.spread.first else "TPOT"
-            known = case.spread.task == "serve" and case.spread.first and not case.group.endswith(serving.ALONE)
-            if not known:  # nobody knows the load of an engine that was not measured
-                classes[f"engine not measured, {kind}", "ENGINE"][engine].append(case)
+        if not first_token(case):
+            alone = serving.ALONE if case.group.endswith(serving.ALONE) else ""
+            classes[f"serving, TPOT{alone}", ""][engine].append(case)
+    elsewhere = [(e, c) for e, c in fixed if not c.known.engine]
+    for engine, case in (*foreign, *elsewhere):
+        alone = case.group.endswith(serving.ALONE)
+        if first_token(case) and task_of(case) == "serve" and not alone:
+            continue  # nobody knows the load of an engine that was not measured
+        if first_token(case) or not alone:
+            part = "first" if first_token(case) else "token"
+            classes[f"engine not measured, {case.quantity[:4].upper()}", f"ENGINE {part}"][engine].append(case)
     return classes
 
 
 def intervals(fixed, served, foreign):
-    """The table of intervals."""
-    print(f"\n{'intervals: inside, mean factor':58} {'n':>4} {'before':>12} {'stated':>12} {'left out':>12}")
-    rows = []
+    """The table of intervals, and {constant: (shipped, fitted)}."""
+    print(f"\n{'intervals: inside, mean factor':58} {'n':>4} {'stated':>12} {'left out':>12}")
+    rows, now, fit, fitted = [], shipped(), shipped(), {}
     for (what, constant), groups in interval_classes(fixed, served, foreign).items():
-        foreign_rows = constant == "ENGINE"
+        if constant:
+            best = least([*groups.values()], constant, fit)
+            fit = changed(fit, constant, round(best, 2))
+            outer, _, inner = constant.partition(" ")
+            fitted[constant] = {"shipped": now[outer][inner] if inner else now[outer], "fitted": best}
         for engine, cases in groups.items():
             others = [g for e, g in groups.items() if e != engine]
-            was = {"LOAD": 0.0, "ENGINE": 0.0, "FIRST": BEFORE.get((cases[0].spread.task, cases[0].spread.first), 0.0)}
-            kept = {"ENGINE": interval.ENGINE["first" if cases[0].spread.first else "token"]} if foreign_rows else {}
-            row = {"class": what, "engine": engine, "n": len(cases), "before": inside(cases, **was),
-                   "stated": inside(cases, **kept)}  # fmt: skip
+            row = {"class": what, "engine": engine, "n": len(cases), "stated": inside(cases, now)}
             if constant and others:
-                without = least(others, constant)
+                without = least(others, constant, fit)
                 row |= {"constant": constant, "left_out_constant": without,
-                        "pooled_constant": least([*groups.values()], constant),
-                        "left_out": inside(cases, **{constant: without})}  # fmt: skip
+                        "left_out": inside(cases, changed(now, constant, without))}  # fmt: skip
             rows.append(row)
-            texts = [f"{row[k][0]:6.1%} x{row[k][1]:.2f}" if k in row else "" for k in ("before", "stated", "left_out")]
+            texts = [f"{row[k][0]:6.1%} x{row[k][1]:.2f}" if k in row else "" for k in ("stated", "left_out")]
             print(f"{what + ': ' + engine:58} {row['n']:4} " + " ".join(f"{t:>12}" for t in texts))
-    return rows
+    print("\nconstants of intervals: shipped, fitted given those before")
+    for name, both in fitted.items():
+        print(f"{name:20} {both['shipped']:.3f} {both['fitted']:.3f}")
+    return rows, fitted
 
 
 def clock(ask, repeats=5):
@@ -225,12 +239,13 @@ def main():
         report[name] = table(path.name, errors, skipped)
     errors, skipped, foreign = left_out(args.data / "serving.csv")
     report["serving, engines left out"] = table("serving.csv, engines left out", errors, skipped)
-    report["intervals"] = intervals([*judged["generation"], *judged["generation_engines"]], judged["serving"], foreign)
+    fixed = [*judged["generation"], *judged["generation_engines"]]
+    report["intervals"], report["interval_constants"] = intervals(fixed, judged["serving"], foreign)
     report["speed"] = speed()
     print(f"\nGPT-3 175B on 4 A100, prefill and 1000 tokens: {report['speed']['gpt3_1000_tokens_s'] * 1e3:.1f} ms")
     print(f"simulated requests per minute: {report['speed']['requests_per_minute']:,.0f}")
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        args.json.write_text(json.dumps({**report, "environment": fingerprint()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline import experiments
+from ridgeline.measure.environment import fingerprint, load_average
 from ridgeline.predict import predict
 from ridgeline.search import Question, search
 from ridgeline.spec.experiment import Experiment
@@ -105,6 +106,8 @@ def main() -> None:
         "gpt3_175b_4xa100_prefill_and_1000_decode_steps": median_seconds(gpt3, given.repeats),
         "simulation": simulation(),
         "plan_llama2_70b_64_gpus": None if given.no_plan else planning(given.workers),
+        "load_average": load_average(),
+        "environment": fingerprint(),
     }
     text = json.dumps(report, indent=1) + "\n"
     if given.out:

@@ -36,23 +36,42 @@ def test_larger_batches_raise_throughput_and_latency():
     assert metric(runs[2], "tokens_per_s") > 8 * metric(runs[0], "tokens_per_s")
 
 
+def burst(model, on, engine):
+    """arXiv:2311.03687, section 6: 1000 requests of 512 tokens at once on eight devices; prefill batches of 4096
+    tokens, as vLLM and TGI of 2023 have them for Llama 2."""
+    work = {"concurrency": 1000, "requests": 1000, "prompt_len": 512, "output_len": 256, "max_num_batched_tokens": 4096}
+    return serve(model, on, ["tensor_parallel:degree=8"], engine=engine, **work)
+
+
 def sizes_apart(on):
-    """(throughput of 7B over that of 70B on eight devices, the factor of the ratio's interval either way)."""
-    small, large = (closed(m, on, ["tensor_parallel:degree=8"], concurrency=64, prompt_len=512, output_len=512)
-                    for m in ("llama2-7b", "llama2-70b"))  # fmt: skip
+    """(throughput of 7B over that of 70B, the factor of the ratio's interval either way)."""
+    small, large = (burst(m, on, "lightllm") for m in ("llama2-7b", "llama2-70b"))
     factor = large.metrics["tokens_per_s"].high / metric(large, "tokens_per_s")
     return metric(small, "tokens_per_s") / metric(large, "tokens_per_s"), factor
 
 
 def test_without_peer_access_70b_falls_behind_7b_further():
     """arXiv:2311.03687, section 6.2: on RTX 4090 with P2P disabled, not on A800."""
-    assert sizes_apart("8xrtx4090-xeon-6230")[0] > sizes_apart("8xa800-80g")[0]
+    assert sizes_apart("8xrtx4090-xeon-6230")[0] > 1.5 * sizes_apart("8xa800-80g")[0]
 
 
-@pytest.mark.xfail(strict=True, reason="reported 13 times slower, predicted 4.3, and 7 at the interval's end")
+@pytest.mark.xfail(strict=True, reason="reported 13 times slower, predicted 5.3, and 9.2 at the interval's end")
 def test_without_peer_access_70b_serves_13_times_slower_than_7b():
     slower, factor = sizes_apart("8xrtx4090-xeon-6230")
     assert slower / factor <= 13 <= slower * factor
+
+
+@pytest.mark.parametrize("other", ["vllm-2023", "tgi-1"])
+def test_lightllm_is_ahead_on_a800(other):
+    first, second = (metric(burst("llama2-7b", "8xa800-80g", e), "tokens_per_s") for e in ("lightllm", other))
+    assert first > second
+
+
+@pytest.mark.xfail(strict=True, reason="predicted 1.5 times slower: LightLLM's kernels were written for the A100, and"
+                   " how fast they are on GeForce is not known")  # fmt: skip
+def test_tgi_is_ahead_of_lightllm_on_24_gb():
+    first, second = (metric(burst("llama2-7b", "8xrtx3090-nvlink", e), "tokens_per_s") for e in ("tgi-1", "lightllm"))
+    assert first > second
 
 
 def test_a_3090_serves_at_lower_latency_than_a_4090_without_peer_access():

@@ -3,6 +3,7 @@
 import pytest
 
 from ridgeline.predict import predict
+from ridgeline.predict.serving.engine_costs import ENGINES
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import generation_rows as generation
 from ridgeline.validate import serving_rows as serving
@@ -87,3 +88,14 @@ def test_mixtures(model, precision):
 def test_longer_than_the_model_is_still_judged():
     """Benchmarks run past a model's positions; the time is what it is."""
     assert generation.cases(row(GENERATION, prompt_len=8192))
+
+
+def test_containers_without_shared_memory_wait_for_every_worker():
+    """Ray's workers are sent an iteration one by one; a model on one card has none."""
+    container = "mlc-ai/llm-perf-bench README.md"
+    assert generation.experiment(row(GENERATION, source=container)).workload.engine == "vllm-2023-docker"
+    assert generation.experiment(row(GENERATION, source=container, backend="mlc")).workload.engine == "mlc"
+    each = ENGINES["vllm-2023-docker"].worker_s
+    for tp in (1, 2, 4):
+        plain, contained = (generation.cases(row(GENERATION, tp=tp, source=s))[1] for s in ("", container))
+        assert contained.predicted - plain.predicted == pytest.approx(each * tp if tp > 1 else 0.0)

@@ -101,7 +101,7 @@ def _graph(
 
     blocks = [_embed(builder("embed"))]
     for stack, count in (("encoder", m.encoder_layers), ("layers", m.num_layers)):
-        kinds = [m.layer_kind(i) for i in range(count)]
+        kinds = m.layer_kinds(count)
         for kind in sorted(set(kinds)):
             first = kinds.index(kind)
             block = _layer(builder(stack, kinds.count(kind), kind, first), m.is_moe_layer(first), stack)

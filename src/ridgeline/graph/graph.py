@@ -10,7 +10,6 @@ operators are accounted by the bytes they move.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from itertools import accumulate
@@ -431,7 +430,8 @@ class Graph:
         ends = list(accumulate(counts or even(len(order), parts)))
         made: dict[tuple[int, int], Block] = {}  # stages with as many layers share a block
         for start, end in zip([0, *ends], ends, strict=False):
-            counts_of = Counter(order[start:end]).items()
+            part = order[start:end]
+            counts_of = [(i, part.count(i)) for i in dict.fromkeys(part)]
             for key in counts_of:
                 if key not in made:
                     made[key] = layers[key[0]].repeated(key[1])

@@ -157,14 +157,13 @@ class _Step(NamedTuple):
     duration: int
     """Index in the list of durations: forward, backward and weight gradients of every stage, one after another."""
     need: int
-    """Index, in this order, of the action it waits for; -1: none."""
+    """Place, in this order and from 1, of the action it waits for; 0: none."""
     sent: bool
     """Whether what it waits for comes from another rank."""
-    action: Action
 
 
 @lru_cache(maxsize=128)
-def _order(schedule: str, ranks: int, micros: int, chunks: int) -> tuple[_Step, ...]:
+def _order(schedule: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[_Step, ...], tuple[Action, ...]]:
     """The actions of all ranks in an order in which one pass times the schedule, for any durations."""
     stages = ranks * chunks
     last = stages - 1
@@ -179,20 +178,20 @@ def _order(schedule: str, ranks: int, micros: int, chunks: int) -> tuple[_Step, 
         while at[r] < len(plans[r]):
             action = plans[r][at[r]]
             kind, stage, micro = action
-            need, sent = -1, False
+            need, sent = 0, False
             if kind == "F" and stage:
-                need, sent = place.get(Action("F", stage - 1, micro), -2), True
+                need, sent = place.get(Action("F", stage - 1, micro), -1), True
             elif kind == "B":
                 sent = stage < last
-                need = place.get(Action("B", stage + 1, micro) if sent else Action("F", stage, micro), -2)
-            if need == -2:
+                need = place.get(Action("B", stage + 1, micro) if sent else Action("F", stage, micro), -1)
+            if need == -1:
                 break
-            place[action] = len(order)
-            order.append(_Step(r, stage + stages * "FBW".index(kind), need, sent, action))
+            place[action] = len(order) + 1
+            order.append(_Step(r, stage + stages * "FBW".index(kind), need, sent))
             at[r] += 1
         if at[r] > before and ranks > 1:
             waiting.extend(x for x in {(r + 1) % ranks, (r - 1) % ranks} if at[x] < len(plans[x]))
-    return tuple(order)
+    return tuple(order), tuple(place)
 
 
 def _play(
@@ -207,19 +206,21 @@ def _play(
     record: bool,
 ) -> ScheduleTimes:
     order = _order.__wrapped__ if record else _order
+    steps, acts = order(schedule, ranks, micros, chunks)
     durations = (*forward, *backward, *(weight or (0.0,) * len(forward)))
     clock = [0.0] * ranks
-    starts: list[list[tuple[Action, float]]] = [[] for _ in range(ranks)]
-    done: list[float] = []
+    done = [-send]  # the end of every action; what waits for none waits for the first
     wait = (0.0, send)
-    for r, duration, need, sent, action in order(schedule, ranks, micros, chunks):
-        now = clock[r]
-        if need >= 0 and (ready := done[need] + wait[sent]) > now:
+    for r, duration, need, sent in steps:
+        now, ready = clock[r], done[need] + wait[sent]
+        if ready > now:
             now = ready
-        if record:
-            starts[r].append((action, now))
         clock[r] = now = now + durations[duration]
         done.append(now)
+    starts: list[list[tuple[Action, float]]] = [[] for _ in range(ranks)]
+    if record:
+        for step, action, end in zip(steps, acts, done[1:], strict=True):
+            starts[step.rank].append((action, end - durations[step.duration]))
     busy = [0.0] * ranks
     for stage in range(len(forward)):
         busy[stage % ranks] += micros * (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from ridgeline.catalog import NoProfile
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
-from ridgeline.predict.interval import Known, add_intervals
+from ridgeline.predict.known import state
 from ridgeline.predict.segments import over_segments, segments
-from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.predict.serving.simulate import predict_serving, prompt_rows
 from ridgeline.predict.serving.static_batch import predict_generation
 from ridgeline.predict.settle import ask
@@ -16,7 +15,6 @@ from ridgeline.predict.step.streams import StreamEvent
 from ridgeline.predict.step.training_step import predict_training, timed, update_ops
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result, Row
-from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import resolve
 
 
@@ -31,29 +29,8 @@ def predict(e: Experiment) -> Result:
         t.note(e, result)
         if e.task in t.card.unpredicted:
             result.notes.append(f"predicted as without {t.card.name}: {t.card.unpredicted[e.task]}")
-    unlike = [t.card.name for t in techniques if e.task not in t.card.validated]
-    if unlike and e.cluster.device.kind == "gpu":
-        result.notes.append(f"wider interval: no published measurement was at hand of {', '.join(unlike)} in {e.task}")
-    add_intervals(result.metrics, result.breakdown, e.task, _known(e, result, not unlike))
+    state(e, techniques, result)
     return result
-
-
-def _known(e: Experiment, result: Result, validated: bool) -> Known:
-    """What is known of a prediction; says in the Result what is not."""
-    name = getattr(e.workload, "engine", "")
-    engine = find_engine(name, e.cluster.device) if name or e.task == "serve" else None
-    fitted = engine is None or e.cluster.device.name in engine.fitted_on
-    if engine is not None and not fitted:
-        result.notes.append(f"wider interval: no measurement of this engine on {e.cluster.device.name} was at hand")
-    waiting, w = 0.0, e.workload
-    if isinstance(w, Serve) and w.concurrency is not None and not (w.length_cv or w.output_cv):
-        waiting = result.metrics["waiting_share"].value if "waiting_share" in result.metrics else 0.0
-        if waiting:
-            result.notes.append(
-                "wider interval of the time to first token: clients with requests of one length stay in step, real ones"
-                " may not; length_cv of the workload says how much lengths vary"
-            )
-    return Known(validated, fitted, waiting)
 
 
 def serving_prompts(e: Experiment) -> list[Row]:

@@ -386,6 +386,12 @@ class ModelSpec(BaseModel):
         """Layers of one kind are alike: whether it is a mixture, and whether it has a window that others have not."""
         return self.is_moe_layer(index), self.window_every > 1 and self.is_windowed_layer(index)
 
+    def layer_kinds(self, count: int) -> list[tuple[bool, bool]]:
+        """:meth:`layer_kind` of each of the first ``count`` layers."""
+        if not self.num_experts and self.window_every <= 1:
+            return [(False, False)] * count
+        return [self.layer_kind(i) for i in range(count)]
+
     @property
     def windowed_layers(self) -> int:
         """Layers whose attention sees at most ``sliding_window`` tokens."""

@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
+from ridgeline.predict.interval import Known
+
 
 @dataclass(slots=True, frozen=True)
 class Case:
@@ -32,6 +34,8 @@ class Case:
     better: Literal["lower", "higher"] = "lower"
     spread: float | None = None
     """Relative 68 % error that the prediction states for itself; None: it states none."""
+    known: Known | None = None
+    """What is known of the prediction beside its operators, behind ``spread``."""
     source: str = ""
     """Where the constants behind the prediction come from: measured profile, open data (then the row may be one of
     those that they were fitted on), or class default."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ridgeline.predict.common import rank_cluster, source_of
-from ridgeline.predict.interval import Known, latency_spread
+from ridgeline.predict.common import source_of
+from ridgeline.predict.interval import stated_spread
+from ridgeline.predict.known import state
 from ridgeline.predict.serving.engine_costs import find_engine
-from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.predict.serving.simulate import iteration_rows
-from ridgeline.predict.serving.static_batch import engine_times
+from ridgeline.predict.serving.static_batch import predict_generation
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
@@ -29,12 +28,22 @@ ENGINE = "vllm-2023"
 """What the rows were measured with, unless a column ``backend`` says otherwise."""
 
 
+CONTAINED = "mlc-ai/llm-perf-bench"
+"""Source of rows whose engines ran in containers with Docker's 64 MB of shared memory (its docker/bash.sh)."""
+
+
+def engine_behind(row: CsvRow) -> str:
+    """The engine that a row was measured with."""
+    name = row.text("backend", ENGINE)
+    return f"{name}-docker" if name == ENGINE and row.text("source", "").startswith(CONTAINED) else name
+
+
 def experiment(row: CsvRow) -> Experiment:
     """The row as an experiment. Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted."""
     prompt, output = row.count("prompt_len"), row.count("output_len")
     tp = row.count("tp", 1)
     workload = Generate(
-        batch_size=row.count("batch", 1), prompt_len=prompt, output_len=output, engine=row.text("backend", ENGINE)
+        batch_size=row.count("batch", 1), prompt_len=prompt, output_len=output, engine=engine_behind(row)
     )
     model = model_of(row)
     plan = plan_of(model, row.text("precision", "bf16"), workload.engine)
@@ -63,39 +72,30 @@ def long_enough(model: ModelSpec, length: int) -> ModelSpec:
 
 def cases(row: CsvRow) -> list[Case]:
     """Time to the first token and per further token of one row."""
-    e = experiment(row)
+    e, techniques = resolve(experiment(row))
     w = e.workload
     assert isinstance(w, Generate)
-    cluster = rank_cluster(e)
-    stages, engine = row.count("pp", 1), find_engine(w.engine, cluster.device)
+    stages, engine = row.count("pp", 1), find_engine(w.engine, e.cluster.device)
     if stages > 1 and not engine.hop_s:
         raise UserError(f"generation of {engine.name} over pipeline stages is not predicted", "use rows with pp = 1")
-    techniques = resolve(e)[1]
-    ttft, tpot, _ = engine_times(e, techniques, cluster, engine, w, stages)
-    surface = Iterations(e, techniques, cluster, engine, (w.prompt_len, w.prompt_len + w.output_len))
-    known = Known(engine=cluster.device.name in engine.fitted_on)
-    prompts = iteration_rows(surface, "prefill", 1, w.prompt_len, w.prompt_len)
-    steps = iteration_rows(surface, "decode", w.batch_size, 1, w.prompt_len + w.output_len // 2)
-    spreads = {
-        "ttft_s": latency_spread(prompts, e.task, True, known),
-        "tpot_s": latency_spread(steps, e.task, False, known),
-    }
+    result = predict_generation(e, techniques, stages)
+    known = state(e, techniques, result)
     name = f"{e.model.name} {engine.name} {row.text('precision', 'bf16')} tp{e.parallel.get('tp', 1)} pp{stages}"
     where = f"{name} batch {w.batch_size} prompt {w.prompt_len} output {w.output_len}"
-    shared: dict[str, Any] = {"label": where, "line": row.line}
+    shared: dict[str, Any] = {"label": where, "line": row.line, "source": source_of(e.cluster)}
     m, device = e.model, e.cluster.device
     weights = 2.0 * m.num_active_parameters
     flops = weights * w.batch_size * w.prompt_len / (e.world * device.peak_flops.get("bf16", 1e15))
     stream = weights / (e.world * device.memory_bandwidth)
     out = []
     plan = ("generation", m.name, device.name, engine.name, w.prompt_len, w.batch_size, w.output_len)
-    for name, predicted, terms in (("ttft_s", ttft, (flops, 1.0)), ("tpot_s", tpot, (stream, 1.0))):
+    for name, terms in (("ttft_s", (flops, 1.0)), ("tpot_s", (stream, 1.0))):
         group = f"{device.name} {m.name} {engine.name} {name.removesuffix('_s')}"
         if row.has(name) and not (name == "tpot_s" and w.output_len < 2):
             out.append(
-                Case(group, name, row.number(name, above=0.0), predicted,
-                     terms=terms, alternatives=(*plan, name) if name == "tpot_s" else None, spread=spreads[name],
-                     source=source_of(cluster), **shared)
+                Case(group, name, row.number(name, above=0.0), result.metrics[name].value,
+                     terms=terms, alternatives=(*plan, name) if name == "tpot_s" else None,
+                     spread=stated_spread(result.metrics[name]), known=known, **shared)
             )  # fmt: skip
     if not out:
         raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
-from ridgeline.predict.common import rank_cluster, source_of
-from ridgeline.predict.interval import Known, latency_spread
-from ridgeline.predict.serving.arrivals import requests
-from ridgeline.predict.serving.engine_costs import ALIASES, find_engine
-from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.predict.serving.simulate import iteration_rows, simulation_of, waiting_share
+from ridgeline.predict.common import source_of
+from ridgeline.predict.interval import stated_spread
+from ridgeline.predict.known import ALIKE, state
+from ridgeline.predict.serving.engine_costs import ALIASES
+from ridgeline.predict.serving.simulate import predict_serving
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
@@ -27,7 +25,7 @@ REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "
 
 JITTER = 0.064
 """Default coefficient of variation of lengths: drawn uniformly within a fifth of the longest."""
-SPREAD = 0.03
+SPREAD = ALIKE
 """The same of the lengths of clients of whom nothing is known. Exactly equal clients would stay in step for ever, and
 every prompt wait for all others. An assumption, chosen on TensorRT-LLM's open rows on H100, which want at most this;
 vLLM's want more, and are further off with it (docs/accuracy.md)."""
@@ -90,37 +88,6 @@ def experiment(row: CsvRow, inferred: bool = True) -> Experiment:
     )[0]
 
 
-class Steady(NamedTuple):
-    """Means over the requests of a closed loop, and the 68 % errors that they state."""
-
-    ttft: float
-    tpot: float
-    ttft_spread: float
-    tpot_spread: float
-
-
-def steady(e: Experiment, known_load: bool = True) -> Steady:
-    """Time to the first token and per further token over the requests of a closed loop."""
-    w = e.workload
-    assert isinstance(w, Serve)
-    techniques, asked = resolve(e)[1], requests(w)
-    lengths = min(r.prompt for r in asked), max(r.prompt + r.output for r in asked)
-    surface = Iterations(e, techniques, rank_cluster(e), find_engine(w.engine, e.cluster.device), lengths)
-    sim, space = simulation_of(surface, techniques, w, asked, w.concurrency)
-    o = sim.run()
-    if o.rejected == len(o.finish):
-        raise UserError(f"{space.reason}, no request fits", "use more devices")
-    served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
-    ttft = math.fsum(o.first[i] - o.arrival[i] for i in served) / len(served)
-    tpot = math.fsum((o.finish[i] - o.first[i]) / max(1, o.output[i] - 1) for i in served) / len(served)
-    engine, mean = surface.engine, max(1, round(sum(o.output[i] for i in served) / o.iterations))
-    waiting = 0.0 if known_load else waiting_share(surface, w.prompt_len, ttft)
-    known = Known(engine=e.cluster.device.name in engine.fitted_on, waiting=waiting)
-    rows = iteration_rows(surface, "decode", mean, 1, max(1, w.prompt_len + w.output_len // 2))
-    first, further = (latency_spread(rows, "serve", first, known) for first in (True, False))
-    return Steady(ttft, tpot, first, further)
-
-
 def cases(row: CsvRow) -> list[Case]:
     """Mean time to the first token and per further token of one row, with what is taken of its load generator; and
     what the row's own fields alone give."""
@@ -128,29 +95,30 @@ def cases(row: CsvRow) -> list[Case]:
 
 
 def _judged(row: CsvRow, inferred: bool) -> list[Case]:
-    e = experiment(row, inferred)
+    e, techniques = resolve(experiment(row, inferred))
     w = e.workload
     assert isinstance(w, Serve)
-    found = steady(e, inferred)
-    m, device = e.model, e.cluster.device
+    result = predict_serving(e, techniques)
+    if "ttft_s" not in result.metrics:
+        raise UserError(f"no request fits: {result.reason}")
+    known = state(e, techniques, result)
+    model, device = e.model, e.cluster.device
     lengths = f"input {row.text('input_len')} output {row.text('output_len')} concurrency {w.concurrency}"
-    label = f"{m.name} {w.engine} {row.text('precision', 'bf16')} tp{e.parallel.get('tp', 1)} {lengths}"
-    group = f"{device.name} {m.name} {w.engine}"
+    label = f"{model.name} {w.engine} {row.text('precision', 'bf16')} tp{e.parallel.get('tp', 1)} {lengths}"
+    group = f"{device.name} {model.name} {w.engine}"
     # The trivial baseline: prefill at peak, and the active weights streamed once per token, plus a constant.
-    flops = 2.0 * m.num_active_parameters * w.prompt_len / (e.world * device.peak_flops.get("bf16", 1e15))
-    stream = m.num_active_parameters / (e.world * device.memory_bandwidth)
+    flops = 2.0 * model.num_active_parameters * w.prompt_len / (e.world * device.peak_flops.get("bf16", 1e15))
+    stream = model.num_active_parameters / (e.world * device.memory_bandwidth)
     clients = float(w.concurrency or 1)
-    same = (m.name, device.name, w.engine, row.text("input_len"), row.text("output_len"), w.concurrency)
+    same = (model.name, device.name, w.engine, row.text("input_len"), row.text("output_len"), w.concurrency)
     out, suffix = [], "" if inferred else ALONE
-    for name, predicted, spread, terms in (
-        ("ttft_s", found.ttft, found.ttft_spread, (flops, 1.0)),
-        ("tpot_s", found.tpot, found.tpot_spread, (stream, flops * clients / w.output_len, 1.0)),
-    ):
+    for name, terms in (("ttft_s", (flops, 1.0)), ("tpot_s", (stream, flops * clients / w.output_len, 1.0))):
         if row.has(name) and not (name == "tpot_s" and row.count("output_len") < 2):
+            m = result.metrics[name]
             out.append(
-                Case(f"{group} {name.removesuffix('_s')}{suffix}", name, row.number(name, above=0.0), predicted,
+                Case(f"{group} {name.removesuffix('_s')}{suffix}", name, row.number(name, above=0.0), m.value,
                      label=label, terms=terms, alternatives=same if name == "tpot_s" and inferred else None,
-                     line=row.line, spread=spread, source=source_of(e.cluster))
+                     line=row.line, spread=stated_spread(m), known=known, source=source_of(e.cluster))
             )  # fmt: skip
     if not out:
         raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")

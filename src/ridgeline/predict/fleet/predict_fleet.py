@@ -12,7 +12,8 @@ from ridgeline.predict.common import metric, source_of
 from ridgeline.predict.fleet.churn import Churn
 from ridgeline.predict.fleet.members import PoolModel
 from ridgeline.predict.fleet.simulation import FleetOutcome, FleetSimulation
-from ridgeline.predict.interval import Known, add_intervals
+from ridgeline.predict.interval import add_intervals
+from ridgeline.predict.known import known_of
 from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.kv_budget import Room, bytes_per_token
@@ -24,6 +25,7 @@ from ridgeline.predict.serving.simulate import (
     serving_metrics,
     setup_of,
     surface_of,
+    waiting_share,
 )
 from ridgeline.predict.settle import ask
 from ridgeline.spec.device import Cluster, Device
@@ -64,25 +66,34 @@ def predict_fleet(spec: FleetSpec, experiments: Mapping[str, Experiment]) -> Res
             f"{outcome.requests.rejected} of {len(arrivals)} requests are longer than a cache or the context and were"
             " rejected"
         )
-    _add_intervals(result.metrics, spec, models, experiments, round(max(1.0, result.metrics["batch_mean"].value)))
+    _add_intervals(result, spec, models, experiments)
     return result
 
 
 def _add_intervals(
-    metrics: dict[str, Metric], spec: FleetSpec, models: Sequence[PoolModel], experiments: Mapping[str, Experiment],
-    batch: int,
-) -> None:  # fmt: skip
-    """As for one engine, from a decode iteration of the first pool that generates tokens; what follows from the file
-    alone is exact."""
+    result: Result, spec: FleetSpec, models: Sequence[PoolModel], experiments: Mapping[str, Experiment]
+) -> None:
+    """The widest interval of the pools, each as one engine's, and the reasons for a wider one; what follows from the
+    file alone is exact."""
+    metrics = result.metrics
     steady = all(p.autoscale is None and p.spot is None for p in spec.pools)
     exact = [n for n in metrics if n.endswith("_replicas") or n in ("dollars_per_hour", "watts")] if steady else []
     exact += [n for n in ("kv_transfer_bytes",) if n in metrics]
-    surface = next(m.costs for m in models if m.pool.role != "prefill")
-    assert isinstance(surface, Iterations)
-    validated = all("serve" in t.card.validated for e in experiments.values() for t in techniques_of(e.plan))
-    known = Known(validated, surface.cluster.device.name in surface.engine.fitted_on)
-    rows = iteration_rows(surface, "decode", batch, 1, surface.contexts[1])
-    add_intervals({n: m for n, m in metrics.items() if n not in exact}, rows, "serve", known)
+    batch = round(max(1.0, metrics["batch_mean"].value))
+    for m in models:
+        surface = m.costs
+        assert isinstance(surface, Iterations)
+        prompt, longest = surface.contexts
+        prompts = m.pool.role == "prefill"
+        rows = iteration_rows(surface, *(("prefill", 1, prompt, prompt) if prompts else ("decode", batch, 1, longest)))
+        waiting = waiting_share(surface, prompt, metrics["ttft_s"].value)
+        known, notes = known_of(surface.e, techniques_of(experiments[m.pool.name].plan), waiting)
+        own = {n: x.model_copy() for n, x in metrics.items() if n not in exact}
+        add_intervals(own, rows, "serve", known)
+        for name, x in own.items():
+            if metrics[name].high is None or (x.high or 0.0) > (metrics[name].high or 0.0):
+                metrics[name] = x
+        result.notes += [f"pool {m.pool.name}: {note}" for note in notes]
     for name in exact:
         metrics[name].low = metrics[name].high = metrics[name].value
 

@@ -74,6 +74,8 @@ class EngineCosts:
     """Library of its attention kernels: flash, trtllm, or packed: one call per sequence on views of the pool (CPU)."""
     fused: bool = True
     """Whether it merges products of the same input, and norms with adjacent operators."""
+    worker_s: float = 0.0
+    """Additional seconds between iterations for every worker process, of several, to which its inputs are sent."""
     admission_s: float = 0.0
     """Seconds that the first iteration of a request is delayed by its parsing (HTTP, JSON) in parallel with the
     engine."""
@@ -181,11 +183,11 @@ ENGINES: dict[str, EngineCosts] = {
             one_shot=False, source="assumptions: a C++ loop, which keeps ahead of the GPU",
         ),
         EngineCosts(
-            "gpt-fast", "gpt-fast (late 2023): torch.compile, one sequence, the step as a CUDA graph", True,
+            "gpt-fast", "gpt-fast (early 2024): torch.compile, one sequence, the step as a CUDA graph", True,
             dispatch_s=0.0, iteration_s=0.1e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
             prefill_share=1.0, request_s=0.0,
             max_num_seqs=1, max_num_batched_tokens=65536, chunked=False, mixes=False, reserves=True, shares=False,
-            one_shot=False, code_bytes=6.5, source="code_bytes: one row, llama2-70b int4 on one A100; else assumptions",
+            code_bytes=6.5, source="code_bytes: one row, llama2-70b int4 on one A100; else assumptions",
         ),
         EngineCosts(
             "mlc", "MLC LLM (late 2023): compiled kernels launched one by one", False,
@@ -214,6 +216,12 @@ ENGINES: dict[str, EngineCosts] = {
     )
 }  # fmt: skip
 _ASSUMED = "assumptions: what its documentation says of its mechanisms, on the host seconds of `{}`"
+ENGINES["vllm-2023-docker"] = replace(
+    ENGINES["vllm-2023"], name="vllm-2023-docker", title="vLLM 0.2 in a container without shared memory",
+    worker_s=3.4e-3,
+    source="vllm-2023; worker_s: three rows of llama2-70b on 2, 4 and 8 A100 PCIe. Docker gives a container 64 MB of"
+    " shared memory, and Ray then keeps the objects of its messages in files", fitted_on=("a100-80g-pcie",),
+)  # fmt: skip
 ENGINES["sglang"] = replace(
     ENGINES["vllm"], name="sglang", title="SGLang (2025), radix cache, schedules while the GPU works",
     overlap=True, mixes=False, block_size=1, source=_ASSUMED.format("vllm"), fitted_on=(),
@@ -227,6 +235,13 @@ ENGINES["lightllm"] = replace(
     ENGINES["vllm-2023"], name="lightllm", title="LightLLM (2023), eager, one token a block", block_size=1,
     dispatch_s=20e-6, iteration_s=2e-3, sequence_s=0.1e-3, spill_tokens=0, source=_ASSUMED.format("vllm-2023"),
     fitted_on=(),
+)  # fmt: skip
+ENGINES["tgi-1"] = replace(
+    ENGINES["vllm-2023"], name="tgi-1", title="Text Generation Inference 1 (2023), eager, whole prompts first",
+    dispatch_s=ENGINES["lightllm"].dispatch_s, iteration_s=ENGINES["lightllm"].iteration_s, reserves=True,
+    max_num_seqs=128, max_num_batched_tokens=4096, spill_tokens=0,
+    source="assumptions: what its documentation says of its mechanisms; a launch as in `lightllm`, sequences one by one"
+    " as in `vllm-2023`", fitted_on=(),
 )  # fmt: skip
 ENGINES["hf"] = replace(
     ENGINES["vllm-2023"], name="hf", title="Hugging Face generate, eager: padded batches that run until all end",
@@ -268,6 +283,7 @@ def find_engine(name: str, device: Device, ranks: int = 1) -> EngineCosts:
         engine,
         dispatch_s=engine.dispatch_s * speed,
         iteration_s=engine.iteration_s * speed,
+        worker_s=engine.worker_s * speed,
         schedule_s=engine.schedule_s * speed,
         sequence_s=engine.sequence_s * speed,
         layer_s=engine.layer_s * speed,

@@ -176,6 +176,9 @@ class Iterations:
         if engine.name == OWN and not (captures(e.model) and all(t.captured for t in techniques)):
             engine = replace(engine, graphs=False)
         self.e, self.cluster, self.engine = e, cluster, engine
+        workers = e.world // e.data_parallel
+        self.between_s = engine.iteration_s + (workers * engine.worker_s if workers > 1 else 0.0)
+        """Seconds between iterations that nothing overlaps."""
         low, high = max(1, contexts[0]), max(2, contexts[1])
         self.contexts = (low, max(high, low + 64))
         self.parts = parts = parts_of(e, techniques, cluster, engine)
@@ -263,7 +266,7 @@ class Iterations:
                 more, grow = small._read(n, read, drafted, s.head)
                 a, b = a + max(more, small.dispatch_s), b + grow
             if s.head and self.engine.name == OWN:  # whose host composes every level as it does an iteration
-                a += s.tokens * (self.engine.iteration_s + self.engine.sequence_s * n)
+                a += s.tokens * (self.between_s + self.engine.sequence_s * n)
         return a, b, s.expected_tokens
 
     def _read(self, n: int, rows: int, drafted: int, joins: bool) -> tuple[float, float]:
@@ -279,7 +282,8 @@ class Iterations:
 
     def _waits(self, n: int) -> float:
         e, before = self.engine, self.parts.weights.before
-        return before + e.iteration_s if e.overlap else before + e.iteration_s + e.schedule_s + e.sequence_s * n
+        between = before + self.between_s
+        return between if e.overlap else between + e.schedule_s + e.sequence_s * n
 
     def _beside(self, n: int, eager: bool = False) -> float:
         e = self.engine

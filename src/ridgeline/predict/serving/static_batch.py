@@ -21,13 +21,13 @@ from ridgeline.techniques.registry import as_in_engines
 from ridgeline.techniques.technique import Technique
 
 
-def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
-    """The Result of a generation experiment, already normalized and checked."""
+def predict_generation(e: Experiment, techniques: list[Technique], stages: int = 1) -> Result:
+    """The Result of a generation experiment, already normalized and checked. ``stages``: as of :func:`engine_times`."""
     w = e.workload
     assert isinstance(w, Generate)
     cluster = rank_cluster(e)
     engine = engine_of(e)
-    if engine is not None:  # engines compute attention in one kernel whatever the plan says
+    if engine is not None and engine.flash:  # it computes attention in one kernel whatever the plan says
         techniques = as_in_engines(techniques)
     part = _micro_batch(e, techniques)
     prefill = rewritten(prefill_graph(part), part, techniques)
@@ -39,7 +39,7 @@ def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
         waves = 1
     else:
         prefill, decode = fuse(prefill, engine, e.model), fuse(decode, engine, e.model)
-        first, each, waves = engine_times(e, techniques, cluster, engine, w)
+        first, each, waves = engine_times(e, techniques, cluster, engine, w, stages)
     total = waves * (first + steps * each)
     produced = e.batch_size * (steps + 1)
     peak = inference_peak(prefill, decode)

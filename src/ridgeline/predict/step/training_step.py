@@ -116,8 +116,8 @@ def with_overheads(peak: Peak, e: Experiment) -> Peak:
 def _expose(rows: list[Row], g: Graph, step: TimedStep) -> None:
     """Exposed seconds of each collective: those inside blocks proportionally, the others from the remainder."""
     inside = {o.name for b in g.blocks for o in (*b.forward, *b.backward) if o.axis}
+    moved = [r for r in rows if r.phase == "communication" or r.kind == "host_update"]
     for within, exposed in ((True, step.inline), (False, step.exposed - step.inline)):
-        moved = [r for r in rows if r.phase == "communication" or r.kind == "host_update"]
         mine = [r for r in moved if (r.operator in inside) == within]
         sent = sum(r.seconds for r in mine)
         for row in mine:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from ridgeline.graph.graph import Block, Op, Param, changed
+from ridgeline.graph.graph import Block, Op, Param, Saved
 from ridgeline.spec.model import COLUMN, LATENT, ROW, ModelSpec
 from ridgeline.techniques.parallel.divide_operators import (
     ATTENTION_CORE,
     split_bytes,
     split_gemm,
-    split_saved,
 )
 
-_DIVIDED = ("q", "k", "v", "probs", "probs.mask", "probs.dropped", "context", "q_raw", "k_raw", "q_norm.stats",
-            "k_norm.stats")  # fmt: skip
+_CORES, _MLPS = ("attention", "cross_attention"), ("mlp", "mlp.shared")
+_KEYS = frozenset(f"{core}.{name}" for core in _CORES for name in ("k", "v", "k_raw", "k_norm.stats"))
+_DIVIDED = frozenset((
+    *(f"{core}.{name}" for core in _CORES
+      for name in ("q", "probs", "probs.mask", "probs.dropped", "context", "q_raw", "q_norm.stats")),
+    *(f"{mlp}.{name}" for mlp in _MLPS for name in ("up", "gate", "inner", "acted")),
+    "logits",
+))  # fmt: skip
+"""What is saved of a layer's heads and columns; _KEYS: of the heads of keys and values."""
 
 
 def divide_block(
@@ -69,7 +75,7 @@ def _divide(op: Op, t: int, kv: int, turned: int) -> Op:
     if op.module == "attention" and suffix in ATTENTION_CORE:
         by = turned if suffix.startswith("k_rope") else t
         shape = (op.shape[0] // t, *op.shape[1:]) if op.shape else ()
-        return changed(split_bytes(op, by), shape=shape)
+        return split_bytes(op, by, shape=shape)
     if suffix in ("q_norm", "k_norm", "q_norm.bwd", "k_norm.bwd"):
         return split_bytes(op, t if suffix[0] == "q" else kv)
     if suffix in ("act", "act.bwd", "shared.act", "shared.act.bwd") and op.module == "mlp":
@@ -136,11 +142,18 @@ def _divide_param(p: Param, t: int, kv: int, joint: bool) -> None:
 
 
 def _divide_saved(b: Block, t: int, kv: int) -> None:
-    for prefix in ("attention", "cross_attention"):
-        for name in _DIVIDED:
-            split_saved(b, [f"{prefix}.{name}"], kv if name in ("k", "v", "k_raw", "k_norm.stats") else t)
-    inner = [f"{mlp}.{name}" for mlp in ("mlp", "mlp.shared") for name in ("up", "gate", "inner", "acted")]
-    split_saved(b, [*inner, "logits"], t)
+    for name, saved in b.saved.items():
+        by = kv if name in _KEYS else t if name in _DIVIDED else 1
+        if by > 1:
+            b.saved[name] = Saved(saved.bytes / by, saved.users)
+
+
+_READERS = {
+    "attention": (".q_proj.dx", ".k_proj.dx", ".v_proj.dx", ".q_a_proj.dx", ".kv_a_proj.dx"),
+    "mlp": (".gate_proj.dx", ".up_proj.dx"),
+    "head": (".out.dx",),
+}
+"""The gradients whose sum is that of a part's input."""
 
 
 def _reduced(b: Block, t: int, stream: float) -> tuple[list[Op], list[Op]]:
@@ -164,11 +177,8 @@ def _reduced(b: Block, t: int, stream: float) -> tuple[list[Op], list[Op]]:
         rows = b.saved["logits"].bytes / 4 / next(op.shape[1] * t for op in forward if op.name == "head.out")
         forward += [reduce("loss.peak", "forward", 4 * rows), reduce("loss.reduce", "forward", 8 * rows)]
     backward = list(b.backward)
-    readers = {"attention": ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj"), "mlp": ("gate_proj", "up_proj"),
-               "head": ("out",)}  # fmt: skip
-    for label, names in readers.items():
-        last = max((i for i, op in enumerate(backward) if op.name.endswith(tuple(f".{n}.dx" for n in names))),
-                   default=-1)  # fmt: skip
+    for label, names in _READERS.items():
+        last = max((i for i, op in enumerate(backward) if op.name.endswith(names)), default=-1)
         if last >= 0:
             backward.insert(last + 1, reduce(f"{label}.input.reduce", "backward"))
     return forward, backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from ridgeline.graph.graph import Block, Op, Saved, changed
 
@@ -23,9 +24,9 @@ def split_gemm(op: Op, m: int = 1, n: int = 1, k: int = 1) -> Op:
     return changed(op, flops=op.flops / (m * n * k), bytes=moved, weight_bytes=weights, shape=small)
 
 
-def split_bytes(op: Op, by: float) -> Op:
-    """An elementwise op over a factor of ``by`` fewer elements."""
-    return changed(op, flops=op.flops / by, bytes=op.bytes / by, weight_bytes=op.weight_bytes / by)
+def split_bytes(op: Op, by: float, **values: Any) -> Op:
+    """An elementwise op over a factor of ``by`` fewer elements, and with other ``values`` in some fields."""
+    return changed(op, flops=op.flops / by, bytes=op.bytes / by, weight_bytes=op.weight_bytes / by, **values)
 
 
 def split_saved(b: Block, names: Iterable[str], by: float) -> None:

@@ -45,26 +45,39 @@ _OUTPUTS = {"attention": ("attention.o_proj",), "mlp": ("mlp.down_proj", "mlp.co
 def _gathered(ops: list[Op], before: dict[str, tuple[str, ...]], size: float, t: int, direction: str) -> list[Op]:
     """The operators with an all-gather before the first one of each part."""
     out: list[Op] = []
-    done: set[str] = set()
+    waiting = dict(before)
     for op in ops:
-        for label, names in before.items():
-            if label not in done and not op.axis and op.name.startswith(names):
-                done.add(label)
-                out.append(Op(f"{label}.gather", "communication", "all_gather", direction, bytes=size, link_bytes=size,
-                              ranks=t, axis="tp"))  # fmt: skip
+        label = op.name.partition(".")[0]
+        if label in waiting and not op.axis and op.name.startswith(waiting[label]):
+            del waiting[label]
+            out.append(Op(f"{label}.gather", "communication", "all_gather", direction, bytes=size, link_bytes=size,
+                          ranks=t, axis="tp"))  # fmt: skip
         out.append(op)
     return out
+
+
+def _readers(label: str, names: tuple[str, ...]) -> tuple[str, frozenset[str], frozenset[str]]:
+    """(part, the gradients of its inputs, the gradients of the weights that read them) of its first layers."""
+    layers = [f"{label}.{name}" for name in names]
+    weights = frozenset(f"{layer}{tail}.dw" for layer in layers for tail in ("", ".lora_a"))
+    return label, frozenset(f"{layer}.dx" for layer in layers), weights
+
+
+_READERS = (
+    _readers("attention", ("q_proj", "k_proj", "v_proj")),
+    _readers("mlp", ("gate_proj", "up_proj")),
+    _readers("head", ("out",)),
+)
 
 
 def _regathers(b: Block, size: float, t: int) -> list[Op]:
     """The divided inputs of column-parallel layers, gathered again for their weight gradients."""
     found = []
-    for label, readers in (("attention", "qkv"), ("mlp", ("gate", "up")), ("head", ())):
-        layers = [f"{label}.{r}_proj" for r in readers] or ["head.out"]
-        weights = {f"{layer}{tail}.dw" for layer in layers for tail in ("", ".lora_a")}
-        if not any(o.name in weights for o in b.backward):
+    there = {o.name for o in b.backward}
+    for label, inputs, weights in _READERS:
+        if weights.isdisjoint(there):
             continue
-        beside = next((o.name for o in b.backward if o.name in {f"{layer}.dx" for layer in layers}), "")
+        beside = "" if inputs.isdisjoint(there) else next(o.name for o in b.backward if o.name in inputs)
         found.append(Op(f"{label}.regather", "communication", "all_gather", "backward", bytes=size, link_bytes=size,
                         ranks=t, axis="tp", behind=beside, role="regather"))  # fmt: skip
     return found

@@ -38,6 +38,7 @@ class ExpertParallel(Technique):
         paper="arXiv:2006.16668",
         taxonomy="training/distributed/expert_parallel",
         tasks=frozenset({"pretrain", "finetune", "serve"}),
+        validated=frozenset({"serve"}),
         lossless=True,
         claim="600B parameters trained on 2048 TPU v3 cores in 4 days",
         min_ranks=2,

@@ -176,9 +176,10 @@ def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
     b.forward = [low(o) for o in b.forward]
     b.backward = [low(o) for o in b.backward]
     casts: list[Op] = []
+    params = {p.name: p for p in b.params}
     kept_weights = {o.param for o in b.backward}  # below the first adapter of a frozen model, none
     for o in b.forward:
-        p = next((p for p in b.params if p.name == o.param), None)
+        p = params.get(o.param)
         if o.kind == "gemm" and p is not None and p.bytes_per_element == 4.0:
             casts.append(Op(f"{o.name}.cast", o.module, "cast", bytes=6.0 * p.numel, dtype=dtype, param=p.name))
             if p.trainable:  # the gradient comes out in the low dtype and is cast to fp32

@@ -25,6 +25,7 @@ class KVQuant(Technique):
         paper="arXiv:2303.06865",
         taxonomy="inference/memory/kv-cache",
         tasks=frozenset({"generate", "serve"}),
+        validated=frozenset({"serve"}),
         lossless=False,
         claim="compresses weights and cache to 4 bits with negligible loss of accuracy (FlexGen)",
         tolerance=0.02,

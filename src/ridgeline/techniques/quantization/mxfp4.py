@@ -31,7 +31,7 @@ class MXFP4(Technique):
         taxonomy="inference/compression/quantization",
         tasks=frozenset({"generate", "serve"}),
         lossless=False,
-        validated=frozenset({"serve"}),
+        validated=frozenset({"generate", "serve"}),
         claim="4.25 bits per weight; gpt-oss-120b fits one 80 GB device (arXiv:2508.10925)",
         tolerance=0.12,
         quality="logits within the rounding error of normally distributed weights, 11.6 % of their root mean square; a"

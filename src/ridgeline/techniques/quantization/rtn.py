@@ -28,6 +28,7 @@ class RTN(WeightOnly):
         paper="arXiv:2206.01861",
         taxonomy="training/compression/quantization",
         tasks=frozenset({"pretrain", "finetune", "compress", "generate", "serve"}),
+        validated=frozenset({"generate"}),
         lossless=False,
         claim="int8 weights at the quality of fp16; 4x smaller than fp32 (baseline of every later method)",
         tolerance=0.02,
