@@ -158,7 +158,7 @@ def _merge_projections(b: Block) -> None:
         once = {f"{p}.quantize" for p in parts[1:]}  # they read the same input
         b.forward = [op for op in b.forward if op.name not in once]
         b.forward = _join(b.forward, [f"{p}.encode_weight" for p in parts])
-        for cast in ("dx.quantize", "dx.encode_weight"):
+        for cast in ("dx.quantize", "dx.encode_weight", "dw.wide"):
             b.backward = _join(b.backward, [f"{p}.{cast}" for p in parts])
         b.backward = [changed(op, behind=f"{name}.dx") if op.behind in {f"{p}.dx" for p in parts} else op
                       for op in b.backward]  # fmt: skip
