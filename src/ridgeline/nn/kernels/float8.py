@@ -1,7 +1,7 @@
 """Encoding tensors in float8 in Triton, for CUDA devices that have it (compute capability 8.9 and later): one pass
-finds the largest magnitudes, one writes codes and scale, where PyTorch's operators take some twenty. Matrices of training
-are written both as they are and transposed, as float8 products read all their operands along rows. Imported only where
-Triton is installed.
+finds the largest magnitudes, one writes codes and scale, where PyTorch's operators take some twenty. Matrices of
+training are written both as they are and transposed, as float8 products read all their operands along rows. Imported
+only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -17,8 +17,8 @@ from ridgeline.nn.kernels.dispatch import processors
 
 BLOCK = 4096
 TALL, WIDE, PARTS = 128, 64, 64
-"""Rows and columns of a tile that is transposed: 128 bytes of a row of 16-bit numbers, 128 codes of a column. Rows of peaks
-that are read at once."""
+"""Rows and columns of a tile that is transposed: 128 bytes of a row of 16-bit numbers, 128 codes of a column. Rows of
+peaks that are read at once."""
 
 
 @triton.jit

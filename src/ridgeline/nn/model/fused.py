@@ -174,7 +174,7 @@ def _product_of(parts: list[nn.Module]) -> functions.Product | None:
         return functions.PLAIN if all(_plain(p) for p in parts) else None
     same = all(type(p) is type(parts[0]) and p.product is first for p in parts)
     hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
-    return first if same and not hooked else None  # type: ignore[return-value]
+    return first if same and not hooked else None
 
 
 def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, functions.Product] | None:

@@ -207,8 +207,8 @@ _NORMED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def _fuse_casts(b: Block) -> None:
-    """Conversion to fp8 as in Transformer Engine (arXiv:2209.05433) where scales are those of earlier steps: norms write
-    fp8 directly; everything else is read once and written both as is and transposed."""
+    """Conversion to fp8 as in Transformer Engine (arXiv:2209.05433), with scales of earlier steps: norms write fp8
+    directly; everything else is read once and written both as is and transposed."""
 
     def fuse(op: Op) -> list[Op]:
         if op.axis == "tp" and op.kind == "all_gather":  # gathers move fp8 values

@@ -26,8 +26,8 @@ class FP8(Technique):
 
     Inputs and weights are e4m3, gradients e5m2; each tensor has a scale from its own largest magnitude. Weights are
     quantized once a pass, and their codes kept for its backward half, unless a technique frees weights between uses or
-    moves what is saved. ``gradients`` and ``states`` add the rest of FP8-LM (arXiv:2310.18313). On a device without fp8 units the products are emulated in
-    training; at inference weights are stored in fp8 and multiplied in 16 bits.
+    moves what is saved. ``gradients`` and ``states`` add the rest of FP8-LM (arXiv:2310.18313). On a device without fp8
+    units the products are emulated in training; at inference weights are stored in fp8 and multiplied in 16 bits.
     """
 
     card: ClassVar[Card] = Card(
@@ -50,7 +50,8 @@ class FP8(Technique):
 
     scaling: Literal["tensor", "rowwise", "delayed"] = "tensor"
     """Training: a scale for each tensor; one for each row of each operand, a power of two, with gradients in e4m3 too
-    (torchao's ``rowwise``); or for each tensor as earlier steps suggest (Transformer Engine; predicted, not yet run)."""
+    (torchao's ``rowwise``); or, predicted and not yet run, one for each tensor from earlier steps (Transformer
+    Engine)."""
     gradients: bool = False
     """Training: sum gradients over data-parallel ranks in e4m3, with one scale per tensor shared by all ranks."""
     states: bool = False
@@ -212,14 +213,17 @@ def _widths(b: Block) -> dict[str, float]:
 
 
 def _encoded(op: Op, widths: dict[str, float], rowwise: bool, keep: bool) -> list[Op]:
-    """The same as this engine does it: in two kernels, of which the first finds largest magnitudes (``rowwise``: those of
-    rows, whose codes it writes) and the second writes codes, also transposed where a gradient of weights needs them."""
+    """The same as this engine does it: in two kernels, of which the first finds largest magnitudes (``rowwise``: those
+    of rows, whose codes it writes) and the second writes codes, also transposed where a gradient of weights needs
+    them."""
     m, n, k = op.shape
     low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
     tail = op.name.rpartition(".")[2]
     width = widths[op.param]
     if tail == "dw":
-        wide = Op(f"{op.name}.wide", op.module, "cast", op.direction, 0, (2.0 + width) * m * n, op.dtype, param=op.param)
+        wide = Op(
+            f"{op.name}.wide", op.module, "cast", op.direction, 0, (2.0 + width) * m * n, op.dtype, param=op.param
+        )
         return [low, wide] if rowwise and width > 2 else [low]
 
     def encoded(name: str, size: float, width: float, turned: bool) -> Op:

@@ -1,9 +1,10 @@
 """Linear layers whose products run in float8: e4m3 inputs and weights, e5m2 gradients (arXiv:2209.05433).
 
-Each tensor has one scale, from its current largest magnitude; or each row of an operand has one, which is a power of two,
-and gradients are e4m3 too (as torchao's recipe ``rowwise``). Where the device multiplies float8 (Ada, Hopper and later)
-the product is ``torch._scaled_mm``; elsewhere it is emulated: the operands are dequantized and multiplied in fp32, which
-gives the same products of the same rounded numbers.
+Each tensor has one scale, from its current largest magnitude; or each row of an operand has one, which is a power of
+two, and gradients are e4m3 too (as torchao's recipe ``rowwise``). Where the device multiplies float8 (Ada, Hopper and
+later) the product is ``torch._scaled_mm``, which rounds results to bf16 where rows have scales; elsewhere it is
+emulated: the operands are dequantized and multiplied in fp32, which gives the same products of the same rounded
+numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +70,8 @@ class Float8Product:
 
     rowwise: bool = False
     keep: bool = True
-    """Whether codes of weights, a byte each, are kept from forward to backward, so that weights are quantized once; else
-    they are quantized again: codes would outlive what is freed in between, or be moved with activations."""
+    """Whether codes of weights, a byte each, are kept from forward to backward, so that weights are quantized once;
+    else they are quantized again: codes would outlive what is freed in between, or be moved with activations."""
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool,
@@ -126,9 +127,7 @@ class _Fp8Linear(torch.autograd.Function):
         return dx.view(*dy.shape[:-1], -1), dw, None, None
 
 
-def fp8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, how: Float8Product = Float8Product()  # noqa: B008
-) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, how: Float8Product = Float8Product()) -> Tensor:
     """``F.linear`` with its three products in float8: x [..., k], weight [n, k] → [..., n] in the compute dtype."""
     dtype = compute_dtype(x)
     y: Tensor = _Fp8Linear.apply(x, weight, how, dtype)  # type: ignore[no-untyped-call]
@@ -138,14 +137,14 @@ def fp8_linear(
 class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in float8; its parameters are those of ``nn.Linear``."""
 
-    product = Float8Product()
+    product: Float8Product = Float8Product()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
         return fp8_linear(x, self.weight, self.bias, self.product)
 
 
-def use_fp8(model: nn.Module, how: Float8Product = Float8Product()) -> list[str]:  # noqa: B008
+def use_fp8(model: nn.Module, how: Float8Product = Float8Product()) -> list[str]:
     """Make the linear layers of the blocks (``*_proj``, the base of an adapted one, experts) multiply in float8.
 
     Returns their names.
@@ -154,7 +153,7 @@ def use_fp8(model: nn.Module, how: Float8Product = Float8Product()) -> list[str]
     for name, module in model.named_modules():
         if type(module) is nn.Linear and name.removesuffix(".base").endswith("_proj"):
             module.__class__ = Fp8Linear
-            module.product = how
+            cast(Fp8Linear, module).product = how
             names.append(name)
         elif isinstance(module, Experts):
             module.linear = partial(fp8_linear, how=how)
