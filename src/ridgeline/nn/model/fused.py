@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import usable
+from ridgeline.nn.kernels.products import is_linear, linear
 from ridgeline.nn.model.attention import Attention, Mask, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
 from ridgeline.nn.model.mlp import MLP, expand
@@ -104,10 +105,10 @@ def add_norm(
 def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
     """The plain expansion with the bias added inside the activation, where that has a kernel."""
     up = mlp.up_proj
-    biased = type(up) is nn.Linear and up.bias is not None and not up._forward_hooks
+    biased = is_linear(up) and up.bias is not None and not up._forward_hooks
     if mlp.gate_proj is not None or mlp.activation != "gelu_tanh" or not biased or not usable(x, up.weight, up.bias):
         return expand(mlp, x)
-    product = nn.functional.linear(x, up.weight)
+    product = linear(x, up.weight)
     return functions.bias_activation(product, up.bias, mlp.activation)
 
 
@@ -164,7 +165,7 @@ def lay_together(parts: list[nn.Module]) -> bool:
 
 
 def _plain(module: nn.Module | None) -> bool:
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+    return is_linear(module) and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def _product_of(parts: list[nn.Module]) -> functions.Product | None:

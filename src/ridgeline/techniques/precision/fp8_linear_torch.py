@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels.dispatch import has_float8
+from ridgeline.nn.kernels.products import is_linear
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
 from ridgeline.nn.quant.codec import E4M3, E5M2, Layouts, decode, layouts, quantize
@@ -151,7 +152,7 @@ def use_fp8(model: nn.Module, how: Float8Product = Float8Product()) -> list[str]
     """
     names: list[str] = []
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and name.removesuffix(".base").endswith("_proj"):
+        if is_linear(module) and name.removesuffix(".base").endswith("_proj"):
             module.__class__ = Fp8Linear
             cast(Fp8Linear, module).product = how
             names.append(name)
