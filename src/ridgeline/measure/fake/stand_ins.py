@@ -59,7 +59,7 @@ def _device() -> None:
     torch.Generator = lambda device=None: real()
 
 
-class Event:
+class _Event:
     at = 0
 
     def __init__(self, *_, **__): ...
@@ -70,16 +70,16 @@ class Event:
     def record(self, *_): self.at = TRACER.total  # fmt: skip
 
 
-class Stream:
+class _Stream:
     def __init__(self, *_, **__): ...
     def wait_stream(self, _): ...
     def wait_event(self, _): ...
-    def record_event(self, *_): return Event()  # fmt: skip
+    def record_event(self, *_): return _Event()  # fmt: skip
 
     def synchronize(self): TRACER.waited("stream")  # fmt: skip
 
 
-class CUDAGraph:
+class _CUDAGraph:
     kernels = 0
 
     def pool(self): return (0, 0)  # fmt: skip
@@ -90,7 +90,7 @@ class CUDAGraph:
 
 
 @contextlib.contextmanager
-def graph(into, **_):
+def _graph(into, **_):
     TRACER.recorded = 0
     try:
         yield
@@ -102,9 +102,9 @@ def graph(into, **_):
 def _streams() -> None:
     """Streams, events and graphs, which only count."""
     cuda = torch.cuda
-    cuda.CUDAGraph, cuda.graph = CUDAGraph, graph
-    cuda.Stream, cuda.Event = Stream, Event
-    cuda.current_stream = lambda *_: Stream()
+    cuda.CUDAGraph, cuda.graph = _CUDAGraph, _graph
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *_: _Stream()
     cuda.stream = lambda _: contextlib.nullcontext()
     Tensor.record_stream = lambda *_: None
 
