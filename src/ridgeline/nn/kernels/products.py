@@ -100,7 +100,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
-        if torch.jit.is_scripting():
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.linear(input, self.weight, self.bias)
         else:
             return linear(input, self.weight, self.bias)
