@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from ridgeline.nn.quant.ternary import Ternary
 
 ROWS = 16384
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
+E4M3 = torch.float8_e4m3fn
 NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
 
 
@@ -105,9 +107,13 @@ def elementwise() -> Iterator[Case]:
 
 def encodings() -> Iterator[Case]:
     """Float8 codes, on devices that have them."""
-    for rows, width in ((16384, 4096), (4096, 14336)):
-        yield Case(f"float8 of {rows}x{width}", lambda r=rows, w=width: float8.encode(
-            e(r, w), torch.float8_e4m3fn, 448.0), rows == 16384)  # fmt: skip
+    for rows, width, dtype in ((16384, 4096, BF16), (4096, 14336, BF16), (14336, 4096, F32)):
+        name, given = f"of {rows}x{width} {NAMES[dtype]}", partial(e, rows, width, dtype=dtype)
+        yield Case(f"float8 {name}", lambda x=given: float8.encode(x(), E4M3, 448.0), rows == 16384)
+        yield Case(f"float8 both ways {name}", lambda x=given: float8.encode_both(x(), E4M3, 448.0), rows == 16384)
+        for turn in (True, False):
+            yield Case(f"float8 by rows{' both ways' if turn else ''} {name}", lambda x=given, t=turn:
+                       float8.encode_rowwise(x(), E4M3, 448.0, t), rows == 16384 and turn)  # fmt: skip
 
 
 def products() -> Iterator[Case]:

@@ -26,7 +26,8 @@ from ridgeline.techniques.registry import default_plan
 
 MODEL, ON = "llama3.2-1b", "h100-sxm"
 LOW = ("mixed_precision", "flash_attention", "fused_layers")
-TRAINED = {"training, bf16": LOW, "training, fp8": (*LOW, "fp8")}
+TRAINED = {"training, bf16": LOW, "training, fp8": (*LOW, "fp8"),
+           "training, fp8 by rows": (*LOW, "fp8:scaling=rowwise")}  # fmt: skip
 MASKED = {"training, bf16, documents": (True, {}), "training, bf16, windows": (False, {"sliding_window": 128})}
 """Whether documents are separate, and changes of the model."""
 SERVED = {"serving, bf16": (), "serving, fp8": ("fp8",), "serving, int4": ("rtn:bits=4,group_size=128",),

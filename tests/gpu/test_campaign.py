@@ -86,7 +86,8 @@ def test_goals_relative_to_other_lines_are_judged(tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
 
     part("training", **{"llama3.2-1b, bf16": 1000.0, "llama3.2-1b, fp8": 1250.0,
-                        "llama3.2-3b, bf16, recompute": 1000.0, "llama3.2-3b, fp8, recompute": 1400.0})  # fmt: skip
+                        "llama3.2-3b, bf16, recompute": 1000.0,
+                        "llama3.2-3b, fp8 by rows, recompute": 1400.0})  # fmt: skip
     part("serving", **{"llama3.2-1b, bf16, decode, batch 8, 512 tokens": 1300.0,
                        "llama3.2-1b, bf16, decode, batch 1, 512 tokens": 500.0,
                        "llama3.2-1b, vLLM, decode, batch 8": 1600.0})  # fmt: skip
@@ -95,7 +96,7 @@ def test_goals_relative_to_other_lines_are_judged(tmp_path):
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", r) for r in goals.split("<tr>") if "<td" in r]
     assert [(*r[:2], *r[-2:]) for r in rows] == [
         ("training", "llama3.2-1b, fp8", "1.25 x", "✗"),
-        ("training", "llama3.2-3b, fp8, recompute", "1.40 x", "✓"),
+        ("training", "llama3.2-3b, fp8 by rows, recompute", "1.40 x", "✓"),
         ("serving", "llama3.2-1b, bf16, decode, batch 8, 512 tokens", "0.81 x", "✓"),
         ("training", "predictions", "12.5 %", "✓"),
         ("serving", "predictions", "50.0 %", "✗"),

@@ -75,6 +75,14 @@ def test_a_code_of_a_weight_takes_few_instructions(hopper):
     assert only(hopper, "int4 rows=512 ", "_expand")["instructions"] / (32 * 128 / 128) < 10.5
 
 
+def test_a_float8_code_takes_few_instructions(hopper):
+    """A thread's instructions for each number that it writes in both orders."""
+    both = only(hopper, "float8 both ways", "_encode_both")
+    assert both["instructions"] / (128 * 64 / (32 * both["warps"])) < 18
+    columns = only(hopper, "float8 by rows both ways", "_encode_columns")
+    assert columns["loop"] / (128 * 64 / (32 * columns["warps"])) < 9
+
+
 def test_rows_and_heads_share_a_program(hopper):
     assert only(hopper, "rotate", "_rotate")["grid"] == [16384]  # rows
     assert only(hopper, "norm backward", "_add_norm_backward")["grid"] == [132]  # processors

@@ -4,7 +4,9 @@ import pytest
 
 from ridgeline import catalog
 from ridgeline.experiments import make
+from ridgeline.graph import training_graph
 from ridgeline.measure.fake.trace import trace
+from ridgeline.predict.common import rewritten
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
@@ -33,7 +35,8 @@ def serving(model, *plan):
 
 BUDGETS = {
     "train": ("llama-mini", LOW, {"step": 140}),
-    "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 320}),
+    "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 175}),
+    "train fp8 rowwise": ("llama-mini", [*LOW, "fp8:scaling=rowwise"], {"step": 183}),
     "train qft": ("llama-mini", ["flash_attention", "qft"], {"step": 1180}),
     "train moe": ("mixtral-tiny", LOW, {"step": 250}),
     "serve": ("llama-mini", [], {"prefill": 59, "decode": 17, "replayed": 43}),
@@ -90,6 +93,21 @@ def test_budgets(traced, name):
         assert 0 < found.launches <= most
         # For the loss, or the tokens of the step before, which the first step does not have.
         assert found.waited == (step != "prefill"), found.waits
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "rowwise"])
+def test_predicted_casts_to_fp8_are_those_that_are_launched(traced, scaling):
+    name = "train fp8" + " rowwise" * (scaling == "rowwise")
+    e = make(shallow("llama-mini"), "h100-sxm", {"kind": "pretrain", "seq_len": 64, "batch_size": 4, "steps": 4},
+             [*LOW, f"fp8:scaling={scaling}"])  # fmt: skip
+    e, techniques = resolve(e)
+    g = rewritten(training_graph(e), e, techniques)
+    casts = [(op.pieces, b.repeat) for b in g.blocks for op in (*b.forward, *b.backward)
+             if op.kind == "cast" and op.name.endswith(("quantize", "encode_weight"))]  # fmt: skip
+    found = traced[name]["step"].operators
+    encoded = {n: count for n, count in found.items() if n.startswith(("peaks", "encode"))}
+    assert sum(pieces * repeat for pieces, repeat in casts) == sum(encoded.values()) == 48
+    assert found["_scaled_mm"] == 24
 
 
 @pytest.mark.parametrize("name", [name for name in BUDGETS if name.startswith("serve")])

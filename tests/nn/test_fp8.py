@@ -6,6 +6,8 @@ import pytest
 import torch
 from tests.serving import model
 
+from ridgeline.nn.kernels import native
+from ridgeline.nn.model import fused
 from ridgeline.nn.quant import codec
 from ridgeline.nn.quant.packed_model import PackedExperts
 from ridgeline.techniques.precision import fp8_linear_torch as fp8
@@ -67,6 +69,75 @@ def test_linear_layer_is_the_product_of_rounded_numbers():
     assert 1e-3 < ((y - wide).norm() / wide.norm()).item() < 0.05  # it did round, and not too much
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_rowwise_layer_is_the_product_of_rows_rounded_by_powers_of_two(keep, bias):
+    torch.manual_seed(0)
+    x = (torch.randn(2, 5, 32) * torch.logspace(-3, 3, 32)).requires_grad_()
+    layer = torch.nn.Linear(32, 48, bias=bias)
+    fp8.use_fp8(torch.nn.ModuleDict({"a_proj": layer}), fp8.Float8Product(rowwise=True, keep=keep))
+    y = layer(x)
+    dy = torch.randn_like(y) * torch.logspace(-4, 0, 48)
+    y.backward(dy)
+
+    def rounded(t, dim):
+        """Each vector along ``dim`` by the largest power of two that keeps it within the format."""
+        t = t.detach().double()
+        power = 2.0 ** torch.floor(torch.log2(codec.LARGEST[codec.E4M3] / t.abs().amax(dim, True)))
+        return nearest(t * power, codec.E4M3) / power
+
+    rows, grads, w = x.flatten(0, 1), dy.flatten(0, 1), layer.weight
+    right = rounded(rows, 1) @ rounded(w, 1).t() + (layer.bias.double() if bias else 0)
+    assert torch.allclose(y.flatten(0, 1).double(), right, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(x.grad.flatten(0, 1).double(), rounded(grads, 1) @ rounded(w, 0), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(w.grad.double(), rounded(grads, 0).t() @ rounded(rows, 0), rtol=1e-5, atol=1e-4)
+    wide = torch.nn.functional.linear(x, w, layer.bias)
+    assert 1e-3 < ((y - wide).norm() / wide.norm()).item() < 0.05
+
+
+def test_emulation_with_factors_of_rows_equals_the_scaled_product():
+    """PyTorch's own, which gives 16 bits."""
+    torch.manual_seed(0)
+    a, b = (codec.layouts(torch.randn(n, 64) * torch.logspace(-2, 2, 64), codec.E4M3, True) for n in (32, 48))
+    try:
+        want = torch._scaled_mm(a.rows, b.rows.t(), scale_a=a.by, scale_b=b.by.t(), out_dtype=torch.bfloat16)
+    except (RuntimeError, NotImplementedError) as e:
+        pytest.skip(f"no float8 product on this CPU: {e}")
+    got = fp8.product(a.rows, a.by, b.rows, b.by, torch.float32)
+    torch.testing.assert_close(got.bfloat16(), want)
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("keep", [True, False])
+def test_merged_projections_multiply_as_one_layer(rowwise, keep):
+    """In a whole model: with factors of rows losses are those of layers one by one, as rows keep theirs; gradients of
+    their input add up in fp32 where they were rounded one by one."""
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    models = [model("llama-tiny", dtype=torch.float32) for _ in range(2)]
+    how = fp8.Float8Product(rowwise, keep)
+    for made in models:
+        assert len(fp8.use_fp8(made, how)) == 7 * len(made.layers)
+    merged = fused.merge_projections(models[1])
+    assert len(merged) == 2 * len(models[1].layers)
+    models.append(model("llama-tiny", dtype=torch.float32))
+    tokens = torch.arange(1, 65).view(2, 32)
+    outs, grads = [], []
+    for made in models:
+        made.requires_grad_()
+        outs.append(made(tokens))
+        outs[-1].square().mean().backward()
+        grads.append({n: p.grad for n, p in made.named_parameters()})
+    separate, one, exact = outs
+    if rowwise:
+        assert torch.allclose(separate, one, rtol=1e-4, atol=1e-5)
+    assert 1e-3 < ((one - exact).norm() / exact.norm()).item() < 0.1
+    for name, right in grads[2].items():
+        if "proj" in name:
+            errors = [float((g[name] - right).norm() / right.norm()) for g in grads[:2]]
+            assert errors[1] < 1.5 * errors[0] + 0.01, name
+
+
 def test_emulation_equals_the_scaled_product():
     """PyTorch's own float8 product, which runs (slowly) on the CPU."""
     torch.manual_seed(0)
@@ -82,8 +153,8 @@ def test_emulation_equals_the_scaled_product():
 
 def test_layers_that_read_one_tensor_share_its_codes(monkeypatch):
     made = []
-    inner = codec.quantize_both
-    monkeypatch.setattr(fp8, "quantize_both", lambda t, dtype: made.append(tuple(t.shape)) or inner(t, dtype))
+    inner = codec.layouts
+    monkeypatch.setattr(fp8, "layouts", lambda t, *a: made.append(tuple(t.shape)) or inner(t, *a))
     layers = [torch.nn.Linear(16, 8, bias=False) for _ in range(3)]
     for layer in layers:
         layer.__class__ = fp8.Fp8Linear

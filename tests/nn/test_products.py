@@ -12,8 +12,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline import catalog
+from ridgeline.nn.adapters.lora_linear import LoRALinear
+from ridgeline.nn.adapters.mask import MaskLinear
 from ridgeline.nn.kernels import products
 from ridgeline.nn.model.init import build
+from ridgeline.nn.parallel import collectives, divide
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
 
@@ -149,7 +152,11 @@ def test_copies_of_a_layer_are_their_own_and_changed_layers_compute_themselves(o
     layer = nn.Linear(8, 6)
     products.choose_products(layer)
     x, one = torch.randn(3, 8), layer(input=torch.zeros(1, 8)) + 1
-    for own in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+    shallow = copy.copy(layer)
+    shallow._parameters = {}
+    shallow.weight, shallow.bias = (nn.Parameter(p.clone()) for p in layer.parameters())
+    copies = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer.forward).__self__, shallow
+    for own in copies:
         with torch.no_grad():
             own.weight.zero_()
             own.bias.fill_(1)
@@ -160,14 +167,38 @@ def test_copies_of_a_layer_are_their_own_and_changed_layers_compute_themselves(o
     torch.testing.assert_close(layer(x), 2 * before)
     assert len(onednn_calls) == count
     layer.__class__ = nn.Linear
-    products.choose_plain_products(layer)
-    assert "forward" not in vars(layer)
     layer.forward = len  # as ranks that share a layer replace it
     products.choose_products(layer)
     assert layer.forward is len
     del layer.forward
     torch.testing.assert_close(layer(x), before)
-    assert len(onednn_calls) == count
+    assert len(onednn_calls) == count + 1
+
+
+@pytest.mark.usefixtures("any_size")
+def test_a_bare_layer_is_scripted_and_exported(onednn_calls):
+    layer = nn.Linear(8, 6)
+    products.choose_products(layer)
+    x = torch.randn(3, 8)
+    for made in (torch.jit.script(layer), torch.export.export(layer, (x,)).module()):
+        torch.testing.assert_close(made(x), F.linear(x, layer.weight, layer.bias))
+    assert not onednn_calls
+
+
+@pytest.mark.usefixtures("any_size")
+def test_adapters_and_divided_layers_too(onednn_calls):
+    x = torch.randn(3, 8)
+    for adapter in (LoRALinear(nn.Linear(8, 6), 2, 4.0), MaskLinear(nn.Linear(8, 6), 1.0, 0.5)):
+        count = len(onednn_calls)
+        adapter(x)
+        assert len(onednn_calls) > count, adapter
+    for divided in (divide._replicated, divide._product):
+        count = len(onednn_calls)
+        torch.testing.assert_close(divided(layer := nn.Linear(8, 6, bias=False), x), F.linear(x, layer.weight))
+        assert len(onednn_calls) == count + 1
+    count = len(onednn_calls)
+    collectives.linear(x, torch.randn(6, 8))
+    assert len(onednn_calls) == count + 1
 
 
 @pytest.mark.usefixtures("any_size")

@@ -1,6 +1,7 @@
 """Our float8 linear layers, and 4-bit weights as PyTorch's kernel reads them, beside torchao's on the CPU: the same
 rounded numbers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,22 +11,25 @@ pytest.importorskip("torchao", reason="torchao is not installed")
 
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from ridgeline.techniques.precision.fp8_linear_torch import fp8_linear
+from ridgeline.techniques.precision.fp8_linear_torch import Float8Product, fp8_linear
 
 
+@pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float8_with_a_scale_for_each_tensor(dtype):
-    """Forward product and both gradients; rounding of sums in another order aside."""
+def test_float8_linear(dtype, rowwise):
+    """Forward product and both gradients, with a scale for each tensor or row; rounding of sums in another order
+    aside."""
     generator = torch.Generator().manual_seed(0)
     x, d = (torch.randn(48, n, generator=generator).to(dtype) for n in (64, 32))
     weight = (torch.randn(32, 64, generator=generator) * 3).to(dtype)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False, dtype=dtype))
     with torch.no_grad():
         model[0].weight.copy_(weight)
-    theirs = convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    recipe = Float8LinearConfig.from_recipe_name("rowwise" if rowwise else "tensorwise")
+    theirs = convert_to_float8_training(model, config=replace(recipe, emulate=True))
     mine, other = (x.clone().requires_grad_() for _ in range(2))
     own = weight.clone().requires_grad_()
-    y, right = fp8_linear(mine, own), theirs(other)
+    y, right = fp8_linear(mine, own, how=Float8Product(rowwise)), theirs(other)
     y.backward(d)
     right.backward(d)
     exact = torch.nn.functional.linear(x.double(), weight.double())

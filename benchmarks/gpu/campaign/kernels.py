@@ -19,6 +19,7 @@ from ridgeline.graph.graph import Op
 from ridgeline.measure.probing.gpu_operators import ROTATE_BYTES, timed
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.memory.step_pages import make_pages
+from ridgeline.nn.quant.codec import E4M3, encode, layouts, peak_of, scale_for
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.quantized_kv import KINDS
@@ -90,6 +91,10 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
         label = f"paged attention, {batch} of {length} tokens, {heads}/{groups} heads of {d}"
         label += f", {kind} cache" * bool(kind) + f", {new} new" * (new > 1)
         found.append((label, op, partial(_paged, setting, op)))
+    for (rows, width), rowwise in product(((16384, 4096), (4096, 14336)), (False, True)):
+        moved = (8.0 if rowwise else 6.0) * rows * width
+        label = f"fp8 codes both ways{', by rows' if rowwise else ''}, {rows}x{width}"
+        found.append((label, _op("cast", moved, "bf16"), partial(_float8, setting, rows, width, rowwise)))
     ternary = Op("product", "", "gemm", flops=2.0 * 4096 * 4096, bytes=4096 * 4096 * 0.1, dtype="bf16",
                  shape=(1, 4096, 4096))  # fmt: skip
     found.append(("ternary product, 1 row, 4096x4096", ternary, partial(_ternary, 4096, 4096)))
@@ -264,6 +269,32 @@ def _ternary(out: int, width: int) -> Calls:
     x = torch.randn(1, width, dtype=torch.bfloat16, device="cuda")
     return Calls([partial(layer, x) for layer in layers], [partial(F.linear, x, w) for w in weights],
                  lambda: F.linear(x.float(), dense))  # fmt: skip
+
+
+def _float8(setting: Setting, rows: int, width: int, rowwise: bool) -> Calls:
+    sets = [_randn(setting, rows, width, dtype=torch.bfloat16) for _ in range(2)]
+    first = [True]
+
+    def ours(x: Tensor) -> Tensor:  # the first call is checked
+        codes = layouts(x, E4M3, rowwise)
+        assert codes.turned is not None
+        if first[0]:
+            first[0] = False
+            return codes.turned.float().mul_(codes.turned_by).t()
+        return codes.rows
+
+    def plain(x: Tensor) -> Tensor:
+        factors = [scale_for(x.abs().amax(dim, True), E4M3) if rowwise else scale_for(peak_of(x), E4M3)
+                   for dim in ((1, 0) if rowwise else (0,))]  # fmt: skip
+        encode(x, factors[0], E4M3)
+        return encode(x, factors[-1], E4M3).t().contiguous()
+
+    def right() -> Tensor:  # by PyTorch's operators on the CPU
+        codes = layouts(sets[0].cpu(), E4M3, rowwise)
+        assert codes.turned is not None
+        return codes.turned.float().mul_(codes.turned_by).t().to(setting.kind)
+
+    return Calls([partial(ours, x) for x in sets], [partial(plain, x) for x in sets], right)
 
 
 def _paged(setting: Setting, op: Op) -> Calls:

@@ -74,7 +74,8 @@ def _compared(lines: list[tuple[str, dict[str, Any]]]) -> list[Judged]:
     for (part, name), rate in rates.items():
         model, _, rest = name.partition(", ")
         if part == "training" and rest.startswith("fp8"):
-            other, what, goal = f"{model}, {rest.replace('fp8', 'bf16', 1)}", "throughput over bf16's", FP8_GAIN
+            wide = rest.replace("fp8 by rows", "fp8").replace("fp8", "bf16")
+            other, what, goal = f"{model}, {wide}", "throughput over bf16's", FP8_GAIN
         elif part == "serving" and rest.startswith("bf16, decode") and rest.endswith(PEERS_PROMPTS):
             other = f"{model}, vLLM{rest.removeprefix('bf16').removesuffix(PEERS_PROMPTS)}"
             what, goal = "throughput over vLLM's", VLLM_SHARE

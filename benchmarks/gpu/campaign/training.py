@@ -25,6 +25,7 @@ PLANS = {
     "bf16": BASE,
     "bf16, compile": COMPILED,
     "fp8": (*BASE, "fp8"),
+    "fp8 by rows": (*BASE, "fp8:scaling=rowwise"),
     "unfused": BASE[:2],
     "unfused attention": (BASE[0], BASE[2]),
     "fp32": BASE[1:],
@@ -37,6 +38,7 @@ PLANS = {
     "lomo": (*BASE, "lomo"),
 }
 LARGER = {"bf16, recompute": (*BASE, "recompute"), "fp8, recompute": (*BASE, "recompute", "fp8"),
+          "fp8 by rows, recompute": (*BASE, "recompute", "fp8:scaling=rowwise"),
           "bf16, recompute, compile": (*COMPILED, "recompute")}  # fmt: skip
 METRICS = ("step_time_s", "tokens_per_s", "mfu", "peak_bytes", "device_used_bytes")
 SECONDS = 170.0

@@ -176,7 +176,7 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
     plan = [] if precision in ("fp32", "tf32") else [
         f"mixed_precision:dtype={'fp16' if precision == 'fp16' else 'bf16'},weights=low"]  # fmt: skip
     if precision == "fp8":
-        plan.append("fp8")
+        plan.append("fp8:scaling=delayed")  # Transformer Engine's
     flash = row.flag("flash", True)
     internevo = bool(re.search(r"internlm|internevo", row.text("source", "").lower()))
     megatron = not internevo and (

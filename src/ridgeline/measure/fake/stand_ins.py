@@ -30,6 +30,7 @@ _FREE, _ALL = 76 << 30, 80 << 30
 def install() -> None:
     """Replace them all."""
     _device()
+    _streams()
     _questions()
     _fused_kernels()
     _modules()
@@ -54,50 +55,58 @@ def _device() -> None:
     cuda.synchronize = lambda *_: TRACER.waited("synchronize")
     torch.amp.autocast_mode.amp_definitely_not_available = lambda: False
     common.amp_definitely_not_available = lambda: False
-
-    class Event:
-        at = 0
-
-        def __init__(self, *_, **__): ...
-        def synchronize(self): TRACER.waited("event", TRACER.total - self.at)  # fmt: skip
-
-        def query(self): return True  # fmt: skip
-
-        def record(self, *_): self.at = TRACER.total  # fmt: skip
-
-    class Stream:
-        def __init__(self, *_, **__): ...
-        def wait_stream(self, _): ...
-        def wait_event(self, _): ...
-        def record_event(self, *_): return Event()  # fmt: skip
-
-        def synchronize(self): TRACER.waited("stream")  # fmt: skip
-
-    class CUDAGraph:
-        kernels = 0
-
-        def pool(self): return (0, 0)  # fmt: skip
-
-        def replay(self):
-            TRACER.launched("graph replay")
-            TRACER.replayed += self.kernels
-
-    @contextlib.contextmanager
-    def graph(into, **_):
-        TRACER.recorded = 0
-        try:
-            yield
-            into.kernels = TRACER.recorded
-        finally:
-            TRACER.recorded = None
-
-    cuda.CUDAGraph, cuda.graph = CUDAGraph, graph
-    cuda.Stream, cuda.Event = Stream, Event
-    cuda.current_stream = lambda *_: Stream()
-    cuda.stream = lambda _: contextlib.nullcontext()
-    Tensor.record_stream = lambda *_: None
     real = torch.Generator
     torch.Generator = lambda device=None: real()
+
+
+class _Event:
+    at = 0
+
+    def __init__(self, *_, **__): ...
+    def synchronize(self): TRACER.waited("event", TRACER.total - self.at)  # fmt: skip
+
+    def query(self): return True  # fmt: skip
+
+    def record(self, *_): self.at = TRACER.total  # fmt: skip
+
+
+class _Stream:
+    def __init__(self, *_, **__): ...
+    def wait_stream(self, _): ...
+    def wait_event(self, _): ...
+    def record_event(self, *_): return _Event()  # fmt: skip
+
+    def synchronize(self): TRACER.waited("stream")  # fmt: skip
+
+
+class _CUDAGraph:
+    kernels = 0
+
+    def pool(self): return (0, 0)  # fmt: skip
+
+    def replay(self):
+        TRACER.launched("graph replay")
+        TRACER.replayed += self.kernels
+
+
+@contextlib.contextmanager
+def _graph(into, **_):
+    TRACER.recorded = 0
+    try:
+        yield
+        into.kernels = TRACER.recorded
+    finally:
+        TRACER.recorded = None
+
+
+def _streams() -> None:
+    """Streams, events and graphs, which only count."""
+    cuda = torch.cuda
+    cuda.CUDAGraph, cuda.graph = _CUDAGraph, _graph
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *_: _Stream()
+    cuda.stream = lambda _: contextlib.nullcontext()
+    Tensor.record_stream = lambda *_: None
 
 
 def _questions() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -65,7 +66,7 @@ class Tracer(TorchDispatchMode):
         """Launches that a CUDA graph records just now, during which the host cannot wait; None: none does."""
         self.total = 0
         """Launches since the beginning, which :meth:`reset` leaves."""
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, StorageWeakRef] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -81,7 +82,9 @@ class Tracer(TorchDispatchMode):
 
     def pin(self, t: Tensor) -> Tensor:
         """A tensor whose memory is taken to be pinned from now on."""
-        self._pinned.add(t.untyped_storage()._cdata)
+        self._pinned = {at: ref for at, ref in self._pinned.items() if not ref.expired()}
+        ref = StorageWeakRef(t.untyped_storage())  # while it is held, no other storage has the address
+        self._pinned[ref.cdata] = ref
         return t
 
     def launched(self, name: str) -> None:
@@ -174,7 +177,8 @@ class Tracer(TorchDispatchMode):
 
     def _from_pinned(self, t: Tensor) -> bool:
         """Whether ``t`` is in pinned memory, from where a copy to the device does not hold up the host."""
-        return t.untyped_storage()._cdata in self._pinned
+        ref = self._pinned.get(t.untyped_storage()._cdata)
+        return ref is not None and not ref.expired()
 
     def _sized(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         x = args[0]

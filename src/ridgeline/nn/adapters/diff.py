@@ -6,12 +6,12 @@ import math
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.adapters.adapter import Adapter, dense
 from ridgeline.nn.adapters.dropout import Dropout
+from ridgeline.nn.kernels import products
 from ridgeline.nn.parallel.collectives import local
 
 LOW, HIGH = -0.1, 1.1
@@ -52,7 +52,7 @@ class _DiffLinear(torch.autograd.Function):
         ctx.key = key
         ctx.save_for_backward(x, weight, diff, gate)
         z, _ = _draw(gate, key)
-        return F.linear(x, z.mul_(diff).add_(weight).to(x.dtype))
+        return products.linear(x, z.mul_(diff).add_(weight).to(x.dtype))
 
     @staticmethod
     @once_differentiable
@@ -86,7 +86,7 @@ class DiffLinear(Adapter):
 
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
         """The base's output plus the product with the difference."""
-        return y + F.linear(x, self._difference().to(x.dtype)).to(y.dtype)
+        return y + products.linear(x, self._difference().to(x.dtype)).to(y.dtype)
 
     def weight(self) -> Tensor:
         """W plus the gated difference."""

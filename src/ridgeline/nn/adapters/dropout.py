@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ridgeline.nn.kernels import products
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.nn.parallel.dtensor import is_dtensor
 
@@ -81,7 +81,7 @@ class _DroppedLinear(torch.autograd.Function):
                 key: tuple[int, int, int, int]) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x if part is None else part, weight)
         ctx.gathered, ctx.drop, ctx.key = gathered, drop, key
-        return F.linear(x * drop.mask(x, *key), weight)
+        return products.linear(x * drop.mask(x, *key), weight)
 
     @staticmethod
     @once_differentiable

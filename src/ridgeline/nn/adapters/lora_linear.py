@@ -7,12 +7,12 @@ import math
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.adapters.adapter import Adapter, dense
 from ridgeline.nn.adapters.dropout import Dropout
+from ridgeline.nn.kernels import products
 from ridgeline.nn.parallel.collectives import linear, local
 from ridgeline.nn.quant.quantized import QuantizedLinear
 
@@ -75,7 +75,7 @@ class LoRALinear(Adapter):
             mid = self.dropout.linear(x, self.lora_a, self.layer)
         else:
             mid = linear(x, local(self.lora_a))
-        return F.linear(mid * self.scale, local(self.lora_b))
+        return products.linear(mid * self.scale, local(self.lora_b))
 
     def _direction(self) -> Tensor:
         """V = W + scale · B A."""

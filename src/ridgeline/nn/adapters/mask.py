@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.adapters.adapter import Adapter, dense
+from ridgeline.nn.kernels import products
 from ridgeline.nn.parallel.collectives import local
 
 
@@ -20,7 +21,7 @@ class _MaskedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, scores: Tensor, threshold: float) -> Tensor:
         ctx.threshold = threshold
         ctx.save_for_backward(x, weight, scores)
-        return F.linear(x, (weight * (scores > threshold)).to(x.dtype))
+        return products.linear(x, (weight * (scores > threshold)).to(x.dtype))
 
     @staticmethod
     @once_differentiable
@@ -44,7 +45,7 @@ class MaskLinear(Adapter):
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
         """The output without the contribution of the masked weights."""
         off = local(self.adapter_scores) <= self.threshold
-        return y - F.linear(x, (dense(self.base) * off).to(x.dtype)).to(y.dtype)
+        return y - products.linear(x, (dense(self.base) * off).to(x.dtype)).to(y.dtype)
 
     def weight(self) -> Tensor:
         """The weight with masked entries at zero."""

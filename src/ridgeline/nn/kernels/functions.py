@@ -6,7 +6,7 @@ Each computes in float32 (float64 for float64 inputs) and writes the dtype that 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -151,27 +151,55 @@ def _activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor,
          TYPES[x.dtype if bias is None else bias.dtype], dx, db, dy.numel() // width, width, kind)  # fmt: skip
 
 
-def _if_trained(x: Tensor, parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    """What the gradient of weights needs: nothing if they are frozen."""
-    return x if parts[0] is not None and parts[0].requires_grad else None
+class Product(Protocol):
+    """How merged projections multiply, in place of :data:`PLAIN`."""
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """x [..., k] Wᵀ + bias [..., n], and what :meth:`backward` needs. ``trained``: whether that is the weight's
+        gradient too, ``grad``: whether there is a backward pass."""
+        ...
+
+    def backward(self, d: Tensor, kept: tuple[Tensor | None, ...], weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input's rows [m, k] and of a trained weight [n, k], of which ``weight`` is a part, from
+        ``d`` [m, n]."""
+        ...
+
+
+class _Plain:
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        return linear(x, weight, bias), (x if trained else None, weight)
+
+    def backward(self, d: Tensor, kept: tuple[Tensor | None, ...], weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, whole = kept
+        assert whole is not None
+        dw = None if x is None else torch.mm(d.t(), x.flatten(0, -2)).to(weight.dtype)
+        return linear(d, whole.t()), dw
+
+
+PLAIN = _Plain()
+"""The product in the operands' dtype."""
+
+
+def _trained(parts: tuple[Tensor | None, ...]) -> bool:
+    """Whether the weights of a merged product train: all of them do, or none."""
+    return parts[0] is not None and parts[0].requires_grad
 
 
 def _product_gradients(
-    d: Tensor, x: Tensor | None, w: Tensor, weights: list[Tensor], biases: list[Tensor | None]
+    product: Product, d: Tensor, kept: tuple[Tensor | None, ...], weights: list[Tensor], biases: list[Tensor | None]
 ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
-    """dx [rows, k], and the gradients of the parts of a merged product, from ``d`` [rows, Σ n_i].
-
-    ``x`` is None where the weights are frozen: all of them are, or none.
-    """
+    """dx [rows, k], and the gradients of the parts of a merged product, from ``d`` [rows, Σ n_i]."""
     sizes = [p.shape[0] for p in weights]
-    dw: list[Tensor | None] = [None] * len(sizes)
     db: list[Tensor | None] = [None] * len(sizes)
-    if x is not None:
-        whole = torch.mm(d.t(), x).to(weights[0].dtype)
-        dw = list(whole.split(sizes))
+    dx, whole = product.backward(d, kept, weights[0])
+    dw: list[Tensor | None] = [None] * len(sizes) if whole is None else list(whole.split(sizes))
     if biases[0] is not None and biases[0].requires_grad:
         db = list(d.sum(0, dtype=_wide(d)).to(biases[0].dtype).split(sizes))
-    return linear(d, w.t()), dw, db
+    return dx, dw, db
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -182,30 +210,30 @@ class _GatedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, kernel: GatedKernel | None,
+    def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, kernel: GatedKernel | None, product: Product,
                 *parts: Tensor | None) -> Tensor:  # fmt: skip
-        both = linear(x, merged, bias)
+        both, kept = product.forward(x, merged, bias, _trained(parts), any(ctx.needs_input_grad))
         if kernel is not None:
             y = kernel.forward(both)
         else:
             y = x.new_empty(x.shape[0], both.shape[1] // 2)
             call("rl_activation", x.dtype == torch.float64, both, TYPES[both.dtype], None, TYPES[both.dtype], y,
                  y.shape[0], y.shape[1], 0)  # fmt: skip
-        ctx.save_for_backward(_if_trained(x, parts), merged, both, *parts)
-        ctx.kernel = kernel
+        ctx.save_for_backward(both, *parts, *kept)
+        ctx.kernel, ctx.product = kernel, product
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, merged, both, *parts = ctx.saved_tensors
+        both, *parts = ctx.saved_tensors
         if ctx.kernel is not None:
             ctx.kernel.backward(both, dy.contiguous())
         else:
             _activation_backward(dy.contiguous(), both, None, both, None, 0)
         both[:0].zero_()  # tells autograd that it was written to, so that a second backward is refused
-        dx, dw, db = _product_gradients(both, x, merged, parts[:2], parts[2:])
-        return dx, None, None, None, *dw, *db
+        dx, dw, db = _product_gradients(ctx.product, both, parts[4:], parts[:2], parts[2:4])
+        return dx, None, None, None, None, *dw, *db
 
 
 class _QKV(torch.autograd.Function):
@@ -215,15 +243,15 @@ class _QKV(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: Any,
+    def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: Any, product: Product,
                 *parts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        out = linear(x, merged, bias)
+        out, kept = product.forward(x, merged, bias, _trained(parts), any(ctx.needs_input_grad))
         sizes = [p.shape[0] for p in parts[:3] if p is not None]
         turned = (sizes[0] + sizes[1]) // head_dim
         if rope is not None:
             _rotate(out, rope[0], rope[1], turned, head_dim, 1)
-        ctx.x_shape = x.shape
-        ctx.save_for_backward(_if_trained(x, parts), merged, *(rope or (None, None)), *parts)
+        ctx.x_shape, ctx.product = x.shape, product
+        ctx.save_for_backward(*(rope or (None, None)), *parts, *kept)
         ctx.sizes, ctx.turned, ctx.head_dim = sizes, turned, head_dim
         ctx.set_materialize_grads(True)
         q, k, v = (t.unflatten(-1, (-1, head_dim)) for t in out.split(sizes, -1))
@@ -232,15 +260,14 @@ class _QKV(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, merged, cos, sin, *parts = ctx.saved_tensors
+        cos, sin, *parts = ctx.saved_tensors
         d = grads[0].new_empty(*grads[0].shape[:2], sum(ctx.sizes))
         for part, g in zip(d.split(ctx.sizes, -1), grads, strict=True):
             part.unflatten(-1, (-1, ctx.head_dim)).copy_(g)
         if cos is not None:
             _rotate(d, cos, sin, ctx.turned, ctx.head_dim, -1)
-        rows = None if x is None else x.flatten(0, 1)
-        dx, dw, db = _product_gradients(d.flatten(0, 1), rows, merged, parts[:3], parts[3:])
-        return dx.view(ctx.x_shape), None, None, None, None, *dw, *db
+        dx, dw, db = _product_gradients(ctx.product, d.flatten(0, 1), parts[6:], parts[:3], parts[3:6])
+        return dx.view(ctx.x_shape), None, None, None, None, None, *dw, *db
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign: int) -> None:
@@ -422,17 +449,17 @@ def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 
 def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Tensor | None],
-                 kernel: GatedKernel | None = None) -> Tensor:  # fmt: skip
+                 kernel: GatedKernel | None = None, product: Product = PLAIN) -> Tensor:  # fmt: skip
     """SwiGLU of x [rows, k] → [rows, f]. ``parts``: gate and up weights (of which ``merged`` is made), then biases."""
-    y: Tensor = _GatedLinear.apply(x, merged, bias, kernel, *parts)  # type: ignore[no-untyped-call]
+    y: Tensor = _GatedLinear.apply(x, merged, bias, kernel, product, *parts)  # type: ignore[no-untyped-call]
     return y
 
 
 def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tuple[Tensor, Tensor] | None,
-        parts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        parts: list[Tensor | None], product: Product = PLAIN) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotated queries and keys, and values, of x [B, S, k]: [B, S, heads, D]. ``parts``: three weights, three
     biases."""
-    q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, *parts)  # type: ignore[no-untyped-call]
+    q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, product, *parts)  # type: ignore[no-untyped-call]
     return q, k, v
 
 

@@ -7,10 +7,9 @@ copied. Other dtypes go to oneDNN in any case.
 
 from __future__ import annotations
 
-import weakref
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -96,39 +95,26 @@ def _observed() -> bool:
     )
 
 
+class Linear(nn.Linear):
+    """``nn.Linear`` that computes :func:`linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] → [..., out]."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return F.linear(input, self.weight, self.bias)
+        else:
+            return linear(input, self.weight, self.bias)
+
+
+def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer of PyTorch's, or one that :func:`choose_products` made of it; not one of a class of
+    a technique's."""
+    return type(module) in (nn.Linear, Linear)
+
+
 def choose_products(model: nn.Module) -> None:
-    """Have the plain linear layers of ``model``, which is on a CPU, compute :func:`linear`, where oneDNN is faster, but
-    for those whose ``forward`` was replaced."""
+    """Have the plain linear layers of ``model``, which is on a CPU, compute :func:`linear`, where oneDNN is faster."""
     if by_onednn():
         for module in model.modules():
-            if type(module) is nn.Linear and "forward" not in vars(module):
-                module.forward = _Forward(module)  # type: ignore[method-assign]
-
-
-def choose_plain_products(model: nn.Module) -> None:
-    """Undo :func:`choose_products`, for a compiler: it chooses products itself, and traces layers of one kind once."""
-    for module in model.modules():
-        if isinstance(vars(module).get("forward"), _Forward):
-            del module.forward
-
-
-class _Forward:
-    """What a layer computes. A layer that is replaced frees its weights at once; a deep or pickled copy computes its
-    own product."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, input: Tensor) -> Tensor:  # as nn.Linear names it
-        module = self._module()
-        assert module is not None
-        if type(module) is nn.Linear:
-            return linear(input, module.weight, module.bias)
-        changed: Tensor = type(module).forward(module, input)  # by a technique
-        return changed
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        return _Forward(memo[id(self._module())])  # its layer is copied with it, and first
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Forward, (self._module(),)
+            if type(module) is nn.Linear:
+                module.__class__ = Linear

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.kernels.native import Cache, Layer, Linear, Norm, Pages, Step
+from ridgeline.nn.kernels.products import is_linear
 from ridgeline.nn.memory.cpu_paged_attention import described
 from ridgeline.nn.memory.kv_pool import PagedCache, PlainStore, Singles
 from ridgeline.nn.model.attention import Attention, LayerCache, project
@@ -85,7 +86,7 @@ class Decoder:
         self.most_rows = FEW_ROWS if not dense else UNITS_ROWS if wide else DENSE_ROWS
         """Rows up to which this is faster than operator by operator."""
         self._pool: Pool | None = None
-        self._head = model.head if type(model.head) is LMHead and type(model.head.out) is nn.Linear else None
+        self._head = model.head if type(model.head) is LMHead and is_linear(model.head.out) else None
         self._out = None if self._head is None else self._dense(self._head.out.weight, None)
         self._last = self._norm(model.norm)
 
@@ -206,7 +207,7 @@ class Decoder:
     def _linear(self, module: nn.Module | None) -> Linear:
         if module is None:
             return Linear()
-        if type(module) is nn.Linear or type(module) is Dense:
+        if is_linear(module) or type(module) is Dense:
             return self._dense(module.weight, getattr(module, "bias", None))
         codes = module.codes if type(module) is PackedLinear else None
         if not isinstance(codes, NativeCodes) or not module.fast or module.input or module.aside is not None:

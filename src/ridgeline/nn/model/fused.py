@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import usable
+from ridgeline.nn.kernels.products import is_linear, linear
 from ridgeline.nn.model.attention import Attention, Mask, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
 from ridgeline.nn.model.mlp import MLP, expand
@@ -104,10 +105,10 @@ def add_norm(
 def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
     """The plain expansion with the bias added inside the activation, where that has a kernel."""
     up = mlp.up_proj
-    biased = type(up) is nn.Linear and up.bias is not None and not up._forward_hooks
+    biased = is_linear(up) and up.bias is not None and not up._forward_hooks
     if mlp.gate_proj is not None or mlp.activation != "gelu_tanh" or not biased or not usable(x, up.weight, up.bias):
         return expand(mlp, x)
-    product = nn.functional.linear(x, up.weight)
+    product = linear(x, up.weight)
     return functions.bias_activation(product, up.bias, mlp.activation)
 
 
@@ -151,7 +152,7 @@ def merge_projections(model: Transformer, kernel: GatedKernel | None = None) -> 
 
 def lay_together(parts: list[nn.Module]) -> bool:
     """Make the weights of plain linears views of one storage; False if that is not possible."""
-    if not all(_plain(p) for p in parts):
+    if _product_of(parts) is None:
         return False
     weights = [p.weight for p in parts]
     if len({(w.dtype, w.requires_grad, type(w)) for w in weights}) > 1 or type(weights[0]) is not nn.Parameter:
@@ -164,12 +165,23 @@ def lay_together(parts: list[nn.Module]) -> bool:
 
 
 def _plain(module: nn.Module | None) -> bool:
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+    return is_linear(module) and not module._forward_hooks and not module._forward_pre_hooks
 
 
-def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
-    """(weight, bias) of the merged product in its compute dtype; None if it cannot run."""
-    if not all(_plain(p) for p in parts):
+def _product_of(parts: list[nn.Module]) -> functions.Product | None:
+    """How linear layers that read one input multiply; None: not in the same way, or with hooks."""
+    first = getattr(parts[0], "product", None)  # of layers whose technique has one
+    if first is None:
+        return functions.PLAIN if all(_plain(p) for p in parts) else None
+    same = all(type(p) is type(parts[0]) and p.product is first for p in parts)
+    hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
+    return first if same and not hooked else None
+
+
+def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, functions.Product] | None:
+    """(weight, bias, product) of merged layers, plain ones' weight in the compute dtype; None if it cannot run."""
+    product = _product_of(parts)
+    if product is None:
         return None
     weights, biases = [p.weight for p in parts], [p.bias for p in parts]
     if not usable(x, *weights, *biases):  # type: ignore[arg-type]
@@ -179,7 +191,7 @@ def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None] |
         return None
     dtype = compute_dtype(x)
     bias = None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(dtype)  # type: ignore[operator]
-    return whole.to(dtype), bias
+    return whole.to(dtype) if product is functions.PLAIN else whole, bias, product
 
 
 def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,10 +200,10 @@ def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[
     found = _merged(x, parts)
     if found is None or (rope is not None and rope[0].shape[-1] < attention.head_dim):
         return project(attention, x, rope)
-    merged, bias = found
-    tensors = [*(p.weight for p in parts), *(p.bias for p in parts)]
+    merged, bias, product = found
+    tensors: list[Tensor | None] = [*(p.weight for p in parts), *(p.bias for p in parts)]  # type: ignore[list-item]
     turned = None if attention.interleaved else rope
-    q, k, v = functions.qkv(x.to(merged.dtype), merged, bias, attention.head_dim, turned, tensors)  # type: ignore[arg-type]
+    q, k, v = functions.qkv(x.to(compute_dtype(x)), merged, bias, attention.head_dim, turned, tensors, product)
     if rope is not None and attention.interleaved:
         q, k = rotate(q, rope, True), rotate(k, rope, True)
     return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
@@ -204,10 +216,10 @@ def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None) -> Ten
     found = _merged(x, parts)
     if found is None:
         return expand(mlp, x)
-    merged, bias = found
-    tensors = [*(p.weight for p in parts), *(p.bias for p in parts)]
-    rows = x.to(merged.dtype).flatten(0, -2)
-    y = functions.gated_linear(rows, merged, bias, tensors, kernel)  # type: ignore[arg-type]
+    merged, bias, product = found
+    tensors: list[Tensor | None] = [*(p.weight for p in parts), *(p.bias for p in parts)]  # type: ignore[list-item]
+    rows = x.to(compute_dtype(x)).flatten(0, -2)
+    y = functions.gated_linear(rows, merged, bias, tensors, kernel, product)
     return y.view(*x.shape[:-1], -1)
 
 

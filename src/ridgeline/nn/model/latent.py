@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ridgeline.nn.kernels.products import is_linear
 from ridgeline.nn.model.attention import BACKENDS, LayerCache, Mask, SelfAttention
 from ridgeline.nn.model.norm import RMSNorm
 from ridgeline.nn.model.rotary import Rope, rotate
@@ -116,7 +117,7 @@ class LatentAttention(SelfAttention):
 
     def _up(self) -> Tensor:
         """The weight of ``kv_b_proj``, [H·(N + V), L]; where it is held in another form, its product with one."""
-        if type(self.kv_b_proj) is nn.Linear:
+        if is_linear(self.kv_b_proj):
             return local(self.kv_b_proj.weight)
         if self._kept is not None:
             return self._kept

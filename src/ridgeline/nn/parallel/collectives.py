@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from ridgeline.nn.kernels import products
 from ridgeline.nn.parallel.dtensor import is_dtensor
 
 # torch 2.13 renamed them.
@@ -218,7 +219,7 @@ class _GatheredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, part: Tensor, gathered: Gathered) -> Tensor:
         ctx.save_for_backward(part, weight)
         ctx.gathered = gathered
-        return torch.nn.functional.linear(x, weight)
+        return products.linear(x, weight)
 
     @staticmethod
     @once_differentiable
@@ -234,7 +235,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · Wᵀ + b; an ``x`` that :func:`enter` gathered is not kept for the weight gradient."""
     gathered, part = getattr(x, "gathered", (None, None))
     if gathered is None or part is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return torch.nn.functional.linear(x, weight, bias)
+        return products.linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         low = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(low), weight.to(low)

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from ridgeline.nn.adapters.lora_linear import LoRALinear
+from ridgeline.nn.kernels import products
+from ridgeline.nn.kernels.products import is_linear
 from ridgeline.nn.model.attention import Attention
 from ridgeline.nn.model.loss import IGNORE, token_loss
 from ridgeline.nn.model.moe import MoE
@@ -157,7 +159,7 @@ class Divider:
             else:
                 self.column(module)
                 base = module.base if isinstance(module, LoRALinear) else module
-                if type(base) is nn.Linear:  # the router and the experts keep the whole input, so it reads that too
+                if is_linear(base):  # the router and the experts keep the whole input, so it reads that too
                     base.forward = partial(_replicated, base)  # type: ignore[method-assign]
 
     def _whole(self, module: nn.Module) -> None:
@@ -167,7 +169,7 @@ class Divider:
             module = module.base
         for name, _ in list(module.named_parameters(recurse=False)):
             self.place(module, name, Replicate(), "always")
-        if type(module) is nn.Linear:
+        if is_linear(module):
             module.forward = partial(_replicated, module)  # type: ignore[method-assign]
 
     def rest(self, module: nn.Module, strategy: Strategy = "reduce") -> None:
@@ -299,7 +301,7 @@ def vocabulary_part(size: int, group: ProcessGroup) -> tuple[int, int]:
 
 
 def _replicated(module: nn.Linear, x: Tensor) -> Tensor:
-    return nn.functional.linear(x, local(module.weight), None if module.bias is None else local(module.bias))
+    return products.linear(x, local(module.weight), None if module.bias is None else local(module.bias))
 
 
 def _looked_up(tokens: nn.Embedding, ids: Tensor) -> Tensor:
@@ -307,7 +309,7 @@ def _looked_up(tokens: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def _product(module: nn.Module, x: Tensor) -> Tensor:
-    return nn.functional.linear(x, local(module.weight))  # type: ignore[arg-type]
+    return products.linear(x, local(module.weight))  # type: ignore[arg-type]
 
 
 class _CrossEntropy(torch.autograd.Function):

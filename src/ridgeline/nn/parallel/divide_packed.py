@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ridgeline.nn.kernels.products import is_linear
 from ridgeline.nn.model.attention import Attention
 from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.norm import RMSNorm
@@ -108,7 +109,7 @@ def cut(module: nn.Module, dim: int, group: ProcessGroup) -> nn.Module:
         return module.part(dim, at, of)
     if isinstance(module, Dense):
         return Dense(_part(module.weight, dim, group))
-    if type(module) is not nn.Linear:
+    if not is_linear(module):
         raise _whole(module)
     if type(module.weight.detach()) is not Tensor:  # for sparse cores
         raise _whole(module.weight.detach())

@@ -1,7 +1,7 @@
 """Low-precision number formats: encoding tensors in them, and decoding.
 
-Float8 with one scale per tensor (arXiv:2209.05433): e4m3 for values and weights, e5m2 for gradients of activations. A
-code is ``value · scale`` rounded to the format; dividing by the scale decodes it.
+Float8 with one scale per tensor (arXiv:2209.05433), e4m3 for values and weights, e5m2 for gradients of activations; or
+with a power of two per row. A code is ``value · scale`` rounded to the format; dividing by the scale decodes it.
 
 Blockwise 8-bit dynamic codes (arXiv:2110.02861; the map of arXiv:1511.04561): each block is divided by its largest
 magnitude and rounded to the nearest of 256 values that are densest near zero.
@@ -10,6 +10,7 @@ magnitude and rounded to the nearest of 256 values that are densest near zero.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +66,44 @@ def quantize_both(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
         return float8.encode(t, dtype, LARGEST[dtype])
     scale = scale_for(peak_of(t), dtype)
     return encode(t, scale, dtype), scale, scale.reciprocal()
+
+
+class Layouts(NamedTuple):
+    """Codes of a matrix [m, k] in the two orders in which float8 products read operands, each with what codes are
+    multiplied by (fp32): a scalar, or [m, 1] and [k, 1]."""
+
+    rows: Tensor
+    by: Tensor
+    turned: Tensor | None
+    """[k, m]; None: not asked for."""
+    turned_by: Tensor | None
+
+
+def layouts(t: Tensor, dtype: torch.dtype, rowwise: bool = False, turn: bool = True) -> Layouts:
+    """Codes of ``t`` [m, k], with ``turn`` also transposed. ``rowwise``: each row, and for the transposed codes each
+    column, has a factor of its own, which is a power of two: the largest that lets no magnitude exceed the format's."""
+    most = LARGEST[dtype]
+    fast = t.is_cuda and t.numel() > 0 and has_triton() and usable(t) and has_float8(t.device)
+    if fast and (rowwise or turn):
+        from ridgeline.nn.kernels import float8
+
+        if rowwise:
+            return Layouts(*float8.encode_rowwise(t, dtype, most, turn))
+        rows, turned, by = float8.encode_both(t, dtype, most)
+        return Layouts(rows, by, turned, by)
+    if not rowwise:
+        rows, _, by = quantize_both(t, dtype)
+        return Layouts(rows, by, rows.t() if turn else None, by)
+    rows, by = _coded_rows(t, dtype)
+    return Layouts(rows, by, *(_coded_rows(t.t(), dtype) if turn else (None, None)))
+
+
+def _coded_rows(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes, and what each row is multiplied by [m, 1]."""
+    peaks = t.abs().amax(1, True).float() if t.shape[1] else torch.zeros(len(t), 1, device=t.device)
+    scale = scale_for(peaks, dtype)
+    power = (scale.view(torch.int32) & 0x7F800000).view(torch.float32).masked_fill_(scale.isnan(), float("nan"))
+    return encode(t, power, dtype), power.reciprocal()
 
 
 # ---- blockwise 8-bit dynamic codes ----------------------------------------------------------------------------------

@@ -157,9 +157,12 @@ def _merge_projections(b: Block) -> None:
         b.backward = [op for op in b.backward if op.name not in {f"{p}.accumulate" for p in parts}]
         once = {f"{p}.quantize" for p in parts[1:]}  # they read the same input
         b.forward = [op for op in b.forward if op.name not in once]
+        b.forward = _join(b.forward, [f"{p}.encode_weight" for p in parts])
+        for cast in ("dx.quantize", "dx.encode_weight", "dw.wide"):
+            b.backward = _join(b.backward, [f"{p}.{cast}" for p in parts])
         b.backward = [changed(op, behind=f"{name}.dx") if op.behind in {f"{p}.dx" for p in parts} else op
                       for op in b.backward]  # fmt: skip
-        renamed = {f"{p}.dw": f"{name}.dw" for p in parts}
+        renamed = {f"{p}.{d}": f"{name}.{d}" for p in parts for d in ("dw", "dx")}
         for key, s in b.saved.items():
             b.saved[key] = replace(s, users=frozenset(renamed.get(u, u) for u in s.users))
 
@@ -181,6 +184,15 @@ def _merge(ops: list[Op], names: list[str], new: str, side: int) -> list[Op]:
     return [merged if op is first else op for op in ops if op is first or op.name not in names]
 
 
+def _join(ops: list[Op], names: list[str]) -> list[Op]:
+    """Casts of the parts of a merged tensor become one."""
+    found = [op for op in ops if op.name in names and op.kind == "cast"]
+    if len(found) < 2:
+        return ops
+    whole = changed(found[0], bytes=sum(op.bytes for op in found))
+    return [whole if op is found[0] else op for op in ops if op is found[0] or op not in found]
+
+
 def _fuse_elementwise(b: Block) -> None:
     def fuse(ops: list[Op]) -> list[Op]:
         # A sum that stays in registers for the following norm is written, but not read again.
@@ -195,8 +207,8 @@ _NORMED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def _fuse_casts(b: Block) -> None:
-    """Conversion to fp8 as in Transformer Engine (arXiv:2209.05433, with delayed scaling): norms write fp8 directly;
-    everything else is read once and written both as is and transposed."""
+    """Conversion to fp8 as in Transformer Engine (arXiv:2209.05433), with scales of earlier steps: norms write fp8
+    directly; everything else is read once and written both as is and transposed."""
 
     def fuse(op: Op) -> list[Op]:
         if op.axis == "tp" and op.kind == "all_gather":  # gathers move fp8 values

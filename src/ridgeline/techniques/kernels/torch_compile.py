@@ -70,15 +70,12 @@ class TorchCompile(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Compile the blocks in place. Raises :class:`UserError` on a CPU without a C++ compiler."""
-        from ridgeline.nn.kernels.products import choose_plain_products
-
         named = os.environ.get("CXX")
         missing = not any(map(shutil.which, [named] if named else ["g++", "clang++"]))
         if self.backend == "inductor" and run.device.type == "cpu" and missing:
             raise UserError("torch_compile: on a CPU, blocks become C++, and there is no C++ compiler",
                             "install g++, name one in CXX, or leave torch_compile out")  # fmt: skip
         run.model.splits_documents = False  # other lengths would be compiled anew
-        choose_plain_products(run.model)
         for block in run.model.blocks.values():
             block.compile(backend=self.backend, dynamic=False)
 

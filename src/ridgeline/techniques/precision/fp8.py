@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.graph.graph import Block, Graph, Op, Saved, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
@@ -22,9 +24,10 @@ class FP8(Technique):
     """Run the linear layers of the blocks in fp8, with 16-bit activations elsewhere; inference also stores their
     weights in fp8.
 
-    Inputs and weights are e4m3, gradients e5m2; each tensor has a scale from its own largest magnitude. ``gradients``
-    and ``states`` add the rest of FP8-LM (arXiv:2310.18313). On a device without fp8 units the products are emulated in
-    training; at inference weights are stored in fp8 and multiplied in 16 bits.
+    Inputs and weights are e4m3, gradients e5m2; each tensor has a scale from its own largest magnitude. Weights are
+    quantized once a pass, and their codes kept for its backward half, unless a technique frees weights between uses or
+    moves what is saved. ``gradients`` and ``states`` add the rest of FP8-LM (arXiv:2310.18313). On a device without fp8
+    units the products are emulated in training; at inference weights are stored in fp8 and multiplied in 16 bits.
     """
 
     card: ClassVar[Card] = Card(
@@ -45,10 +48,19 @@ class FP8(Technique):
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 2
 
+    scaling: Literal["tensor", "rowwise", "delayed"] = "tensor"
+    """Training: a scale for each tensor; one for each row of each operand, a power of two, with gradients in e4m3 too
+    (torchao's ``rowwise``); or, predicted and not yet run, one for each tensor from earlier steps (Transformer
+    Engine)."""
     gradients: bool = False
     """Training: sum gradients over data-parallel ranks in e4m3, with one scale per tensor shared by all ranks."""
     states: bool = False
     """Training: keep the first moment in e4m3, the second and the master weights in fp16, with a scale per tensor."""
+
+    @property
+    def runs(self) -> bool:
+        """All but the scales of earlier steps."""
+        return self.card.runs and self.scaling != "delayed"
 
     def stored(self) -> dict[str, Any]:
         """Optimizer states in 8 and 16 bits."""
@@ -68,6 +80,8 @@ class FP8(Technique):
         if not e.is_training:
             self.needs(not (self.gradients or self.states), "there are no gradients or states without training",
                        "drop gradients and states")  # fmt: skip
+            self.needs(self.scaling == "tensor", f"scaling={self.scaling} is of training: stored weights have a scale"
+                       " for each tensor", "drop scaling")  # fmt: skip
             return
         device = e.cluster.device
         self.needs(device.kind != "gpu" or "fp8" in device.peak_flops, f"{device.name} has no fp8 arithmetic",
@@ -86,13 +100,18 @@ class FP8(Technique):
     def apply(self, run: Build) -> None:
         """Swap the linear layers."""
         from ridgeline.nn.quant.quantized import replace_linears
-        from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear, store_experts, use_fp8
+        from ridgeline.techniques.precision.fp8_linear_torch import (
+            Float8Product,
+            StoredFp8Linear,
+            store_experts,
+            use_fp8,
+        )
 
         if not run.experiment.is_training:
             replace_linears(run.model, StoredFp8Linear)
             store_experts(run.model)
             return
-        use_fp8(run.model)
+        use_fp8(run.model, Float8Product(self.scaling == "rowwise", _keeps(run.experiment)))
 
     def build(self, run: TrainBuild) -> None:
         """Swap the linear layers; use fp8 for gradient buckets and optimizer states if enabled."""
@@ -114,8 +133,15 @@ class FP8(Technique):
         if not e.is_training:
             compute = "fp8" if "fp8" in e.cluster.device.peak_flops else ""
             return g.each_block(lambda b: _store(b, compute), layers_only=True)
-        g.each_block(_lower, layers_only=True)
-        if "fp8" not in e.cluster.device.peak_flops:
+        units, rowwise, keep = "fp8" in e.cluster.device.peak_flops, self.scaling == "rowwise", _keeps(e)
+        if self.scaling == "delayed" or not units:
+            g.each_block(lambda b: _lower(b, _quantized), layers_only=True)
+        else:
+            g.each_block(lambda b: _lower(b, partial(_encoded, widths=_widths(b), rowwise=rowwise, keep=keep)),
+                         layers_only=True)  # fmt: skip
+        if keep and self.scaling != "delayed":
+            g.each_block(_keep_codes, layers_only=True)
+        if not units:
             g.each_block(_emulated, layers_only=True)
         if self.gradients:
             g.byte_sums = True
@@ -129,14 +155,24 @@ def _linear(op: Op) -> bool:
     return op.kind == "gemm" and op.param.endswith(("_proj.weight", "_proj"))
 
 
-def _lower(b: Block) -> None:
-    """Training: products in fp8 with weights in their original dtype, which are no longer cast to 16 bits."""
-    lowered = {op.param for op in b.forward if _linear(op)}
+def _keeps(e: Experiment) -> bool:
+    """Whether the codes of weights are kept from forward to backward."""
+    return not any(has(e, part) for part in ("shards", "resting_weights", "activations"))
+
+
+def _lower(b: Block, lowered: Callable[[Op], list[Op]]) -> None:
+    """Training: products in fp8 with weights in their original dtype, which are no longer cast to 16 bits.
+    ``lowered``: what becomes of a product."""
+    params = {op.param for op in b.forward if _linear(op)}
     wide = {f"{op.name}.dw": op.shape for op in b.forward if _linear(op)}
-    b.forward = [new for op in b.forward if op.kind != "cast" or op.param not in lowered for new in _lowered(op)]
-    b.backward = [new for op in b.backward if op.kind != "cast" or op.param not in lowered for new in _lowered(op)]
+
+    def low(ops: list[Op]) -> list[Op]:
+        kept = (op for op in ops if op.kind != "cast" or op.param not in params)
+        return [new for op in kept for new in (lowered(op) if _linear(op) else [op])]
+
+    b.forward, b.backward = low(b.forward), low(b.backward)
     for p in b.params:
-        if p.name in lowered:
+        if p.name in params:
             p.working_bytes = 0.0
     for key, s in b.saved.items():  # inputs are kept in fp8, and in full only where another operator needs them
         mine = [u for u in s.users if u in wide]
@@ -146,11 +182,18 @@ def _lower(b: Block) -> None:
             b.saved[key] = replace(s, bytes=float(rows * inner) + (s.bytes if others else 0.0))
 
 
-def _lowered(op: Op) -> list[Op]:
-    """The operator in fp8, preceded by the quantization of its new operands: inputs and weights in forward, the
-    gradient of the result in backward (which both backward products read)."""
-    if not _linear(op):
-        return [op]
+def _keep_codes(b: Block) -> None:
+    """A byte for each weight whose input has a gradient, from forward to backward."""
+    products = {op.name for op in b.backward}
+    for op in b.forward:
+        if _linear(op) and f"{op.name}.dx" in products:
+            size = float(op.shape[1] * op.shape[2] * op.experts)
+            b.saved[f"{op.name}.codes"] = Saved(size, frozenset({f"{op.name}.dx"}))
+
+
+def _quantized(op: Op) -> list[Op]:
+    """A product in fp8, preceded by the quantization of its new operands as other engines do it: inputs and weights in
+    forward, the gradient of the result in backward (which both backward products read)."""
     m, n, k = op.shape
     low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
     tail = op.name.rpartition(".")[2]
@@ -161,6 +204,39 @@ def _lowered(op: Op) -> list[Op]:
         Op(f"{op.name}.{name}", op.module, "quantize", op.direction, 0, 3.0 * size, "fp8", recompute=op.recompute)
         for name, size in new.items()
     ]
+    return [*codes, low]
+
+
+def _widths(b: Block) -> dict[str, float]:
+    """Bytes of an element of each parameter that trains, negative where it does not."""
+    return {p.name: p.bytes_per_element if p.trainable else -p.bytes_per_element for p in b.params}
+
+
+def _encoded(op: Op, widths: dict[str, float], rowwise: bool, keep: bool) -> list[Op]:
+    """The same as this engine does it: in two kernels, of which the first finds largest magnitudes (``rowwise``: those
+    of rows, whose codes it writes) and the second writes codes, also transposed where a gradient of weights needs
+    them."""
+    m, n, k = op.shape
+    low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
+    tail = op.name.rpartition(".")[2]
+    width = widths[op.param]
+    if tail == "dw":
+        wide = Op(
+            f"{op.name}.wide", op.module, "cast", op.direction, 0, (2.0 + width) * m * n, op.dtype, param=op.param
+        )
+        return [low, wide] if rowwise and width > 2 else [low]
+
+    def encoded(name: str, size: float, width: float, turned: bool) -> Op:
+        reads, written = (3 if turned else 2) if rowwise else 2, 1 + turned
+        pieces = 1 if rowwise and not turned else 2
+        return Op(f"{op.name}.{name}", op.module, "cast", op.direction, 0, (reads * width + written) * size, "fp8",
+                  pieces=pieces, recompute=op.recompute)  # fmt: skip
+
+    codes = [encoded("quantize", m * k, 2.0, width > 0)]
+    if tail != "dx":
+        codes.append(encoded("encode_weight", n * k * op.experts, abs(width), keep))
+    elif not keep:
+        codes.append(encoded("encode_weight", n * k * op.experts, abs(width), True))
     return [*codes, low]
 
 

@@ -1,119 +1,163 @@
 """Linear layers whose products run in float8: e4m3 inputs and weights, e5m2 gradients (arXiv:2209.05433).
 
-Each tensor has one scale, from its current largest magnitude. Where the device multiplies float8 (Ada, Hopper and
-later) the product is ``torch._scaled_mm``; elsewhere it is emulated: the operands are dequantized and multiplied in
-fp32, which gives the same products of the same rounded numbers.
+Each tensor has one scale, from its current largest magnitude; or each row of an operand has one, which is a power of
+two, and gradients are e4m3 too (as torchao's recipe ``rowwise``). Where the device multiplies float8 (Ada, Hopper and
+later) the product is ``torch._scaled_mm``, which rounds results to bf16 where rows have scales; elsewhere it is
+emulated: the operands are dequantized and multiplied in fp32, which gives the same products of the same rounded
+numbers.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels.dispatch import has_float8
+from ridgeline.nn.kernels.products import is_linear
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
-from ridgeline.nn.quant.codec import E4M3, E5M2, decode, quantize, quantize_both
+from ridgeline.nn.quant.codec import E4M3, E5M2, Layouts, decode, layouts, quantize
 from ridgeline.nn.quant.packed_model import BIASES, PackedExperts
 
-_latest: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
-"""The last quantized input, its version, its codes and their factor: layers that read the same tensor share its
-codes."""
+_latest: tuple[weakref.ref[Tensor], int, bool, Layouts] | None = None
+"""The last quantized input, its version, whether its rows have scales, and its codes: layers that read the same tensor
+share them."""
 
 
-def _quantized(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes, and what they are multiplied by (float32 scalar)."""
-    codes, _, inverse = quantize_both(t, dtype)
-    return codes, inverse
-
-
-def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
+def _coded(x: Tensor, rowwise: bool = False, turn: bool = False) -> Layouts:
+    """Codes of the rows of ``x`` [..., k], with ``turn`` also transposed."""
     global _latest
+    rows = x.detach().flatten(0, -2)
     if x.is_inference():  # without a version counter a change cannot be detected
-        return _quantized(x, E4M3)
-    if _latest is not None and _latest[0]() is x and _latest[1] == x._version:
-        return _latest[2], _latest[3]
+        return layouts(rows, E4M3, rowwise, turn)
+    known = None if _latest is None or _latest[0]() is not x else _latest
+    if known is not None and known[1:3] == (x._version, rowwise) and (known[3].turned is not None or not turn):
+        return known[3]
 
     def forget(ref: Any) -> None:
         global _latest
         if _latest is not None and _latest[0] is ref:
             _latest = None
 
-    with torch.no_grad():
-        codes, scale = _quantized(x, E4M3)
-    _latest = weakref.ref(x, forget), x._version, codes, scale
-    return codes, scale
+    codes = layouts(rows, E4M3, rowwise, turn)
+    _latest = weakref.ref(x, forget), x._version, rowwise, codes
+    return codes
 
 
 def product(a: Tensor, by: Tensor, b: Tensor, b_by: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """a [m, k] · bᵀ of b [n, k], both float8 codes with their factors, → [m, n] in ``dtype``. ``fast``: sums may be
     kept in fewer bits than fp32 (Hopper's tensor cores otherwise move them to registers)."""
     if has_float8(a.device) and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0:
-        out: Tensor = torch._scaled_mm(a.contiguous(), b.contiguous().t(), scale_a=by, scale_b=b_by, out_dtype=dtype,
-                                       use_fast_accum=fast)  # fmt: skip
-        return out
-    return torch.mm(a.float() * by, (b.float() * b_by).t()).to(dtype)
+        rowwise = by.dim() > 0
+        out: Tensor = torch._scaled_mm(
+            a.contiguous(), b.contiguous().t(), scale_a=by, scale_b=b_by.t() if rowwise else b_by,
+            out_dtype=torch.bfloat16 if rowwise else dtype,  # the only one that PyTorch has with factors for rows
+            use_fast_accum=fast,
+        )  # fmt: skip
+        return out.to(dtype)
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.mm(a.float().mul_(by), b.float().mul_(b_by).t()).to(dtype)
+
+
+@dataclass(frozen=True)
+class Float8Product:
+    """How linear layers multiply (:class:`ridgeline.nn.kernels.functions.Product`)."""
+
+    rowwise: bool = False
+    keep: bool = True
+    """Whether codes of weights, a byte each, are kept from forward to backward, so that weights are quantized once;
+    else they are quantized again: codes would outlive what is freed in between, or be moved with activations."""
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
+        """x [..., k], weight [n, k] → [..., n] in ``dtype`` (x's own if None), and what :meth:`backward` needs.
+        ``trained``: whether the weight's gradient is needed, ``grad``: whether any is."""
+        a = _coded(x, self.rowwise, trained)
+        w = layouts(weight.detach(), E4M3, self.rowwise, self.keep and grad)
+        y = product(a.rows, a.by, w.rows, w.by, dtype or x.dtype, fast=True).view(*x.shape[:-1], -1)
+        mine = (w.turned, w.turned_by) if self.keep else (weight, None)
+        read = (a.turned, a.turned_by) if trained else (None, None)
+        return y if bias is None else y + bias.to(y.dtype), (*mine, *read)
+
+    def backward(
+        self, d: Tensor, kept: tuple[Tensor | None, ...], weight: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input's rows [m, k], in ``dtype`` (d's own if None), and of a trained ``weight``, from ``d``
+        [m, n]."""
+        w, w_by, x, x_by = kept
+        g = layouts(d, E4M3 if self.rowwise else E5M2, self.rowwise, x is not None)
+        if w_by is None:
+            assert w is not None
+            _, _, w, w_by = layouts(w.detach(), E4M3, self.rowwise)
+        assert w is not None
+        assert w_by is not None
+        dx = product(g.rows, g.by, w, w_by, dtype or d.dtype)
+        if x is None:
+            return dx, None
+        assert x_by is not None
+        assert g.turned is not None
+        assert g.turned_by is not None
+        wide = (getattr(weight, "grad_dtype", None) if weight.is_leaf else None) or weight.dtype
+        return dx, product(g.turned, g.turned_by, x, x_by, wide)
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """y = x Wᵀ. Saves the quantized input (if the weight trains) and the unquantized weight, which is quantized again
-    in backward: a quantized weight kept from forward to backward would outlive what ZeRO-3 frees in between."""
+    """y = x Wᵀ."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        y = product(codes.flatten(0, -2), scale, *_quantized(weight, E4M3), dtype, fast=True)
-        ctx.save_for_backward(weight, *((codes, scale) if weight.requires_grad else ()))
-        ctx.x_dtype = x.dtype
-        return y.view(*codes.shape[:-1], weight.shape[0])
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: Float8Product, dtype: torch.dtype) -> Tensor:
+        need_x, need_w, *_ = ctx.needs_input_grad
+        y, kept = how.forward(x, weight, None, need_w, need_x or need_w, dtype)
+        ctx.save_for_backward(weight, *kept)
+        ctx.how, ctx.x_dtype = how, x.dtype
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        shape = dy.shape
-        dy_codes, dy_scale = _quantized(dy.flatten(0, -2), E5M2)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            w_codes, w_scale = _quantized(weight, E4M3)
-            dx = product(dy_codes, dy_scale, w_codes.t(), w_scale, ctx.x_dtype).view(*shape[:-1], weight.shape[1])
-        if kept:
-            x_codes, x_scale = kept
-            wide = (getattr(weight, "grad_dtype", None) if weight.is_leaf else None) or weight.dtype
-            dw = product(dy_codes.t(), dy_scale, x_codes.flatten(0, -2).t(), x_scale, wide)
-        return dx, dw, None, None, None
+        dx, dw = ctx.how.backward(dy.flatten(0, -2), kept, weight, ctx.x_dtype)
+        return dx.view(*dy.shape[:-1], -1), dw, None, None
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, how: Float8Product = Float8Product()) -> Tensor:
     """``F.linear`` with its three products in float8: x [..., k], weight [n, k] → [..., n] in the compute dtype."""
     dtype = compute_dtype(x)
-    y: Tensor = _Fp8Linear.apply(x, weight, *_coded(x), dtype)  # type: ignore[no-untyped-call]
+    y: Tensor = _Fp8Linear.apply(x, weight, how, dtype)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias.to(dtype)
 
 
 class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in float8; its parameters are those of ``nn.Linear``."""
 
+    product: Float8Product = Float8Product()
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
-        return fp8_linear(x, self.weight, self.bias)
+        return fp8_linear(x, self.weight, self.bias, self.product)
 
 
-def use_fp8(model: nn.Module) -> list[str]:
+def use_fp8(model: nn.Module, how: Float8Product = Float8Product()) -> list[str]:
     """Make the linear layers of the blocks (``*_proj``, the base of an adapted one, experts) multiply in float8.
 
     Returns their names.
     """
     names: list[str] = []
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and name.removesuffix(".base").endswith("_proj"):
+        if is_linear(module) and name.removesuffix(".base").endswith("_proj"):
             module.__class__ = Fp8Linear
+            cast(Fp8Linear, module).product = how
             names.append(name)
         elif isinstance(module, Experts):
-            module.linear = fp8_linear
+            module.linear = partial(fp8_linear, how=how)
             names.append(name)
     return names
 
@@ -134,7 +178,8 @@ class StoredFp8Linear(nn.Module):
         dtype = compute_dtype(x)
         codes = self.codes.view(E4M3)
         if has_float8(x.device):
-            y = product(*_coded_rows(x), codes, self.scale.reciprocal(), dtype, fast=True).view(*x.shape[:-1], -1)
+            read = _coded(x)
+            y = product(read.rows, read.by, codes, self.scale.reciprocal(), dtype, fast=True).view(*x.shape[:-1], -1)
         else:
             y = nn.functional.linear(x.to(dtype), decode(codes, self.scale, dtype))
         return y if self.bias is None else y + self.bias.to(dtype)
@@ -159,8 +204,3 @@ def _stored(stack: Tensor) -> list[nn.Module]:
         linear.weight = nn.Parameter(weight, requires_grad=False)
         made.append(StoredFp8Linear(linear))
     return made
-
-
-def _coded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scale = _coded(x)
-    return codes.flatten(0, -2), scale
