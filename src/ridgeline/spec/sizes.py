@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any
 
@@ -23,7 +24,10 @@ def parse_size(value: Any) -> int:
     units = {name.lower(): factor for name, factor in UNITS.items()}
     if found is None or found[2].lower() not in units:
         raise ValueError("write a size such as 200MB, 2GB or 1.5GiB")
-    return int(float(found[1]) * units[found[2].lower()])
+    size = float(found[1]) * units[found[2].lower()]
+    if math.isinf(size):
+        raise ValueError(f"{value.strip()} is more than can be counted")
+    return int(size)
 
 
 def say_size(count: float) -> str:
