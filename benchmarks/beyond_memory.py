@@ -8,6 +8,9 @@ Parts:
             slower of transfers and computation would take alone
     flexgen the policy that is settled for a batch against others drawn at random and against ZeRO-Inference with the
             largest batch that fits, all within the same device and host memory: measured and predicted
+    parts   flexgen with the weights on the device and the cache in host memory, in 2 to 32 parts: a step and the
+            prefill, measured and predicted, with the probe's rates of products with few rows and with those that the
+            model's own layers have in the same minute
     prefix  time to the first token of prompts that share their first 4096 tokens, and end with 64 of their own: the
             first of them, and others when the shared blocks are in the pool, in host memory, on disk, and on disk after
             a restart; the last three also with all layers' blocks brought before the first layer computes. The tokens
@@ -17,7 +20,7 @@ Parts:
             of the same fp32 weights, and with --deepspeed PYTHON ZeRO-Inference; equal greedy tokens are asserted.
             Beside them ours with the same weights in 8 bits (rtn), with the share of its tokens that are the same.
             Needs root and cgroup v1
-    many    the same memory, 128 sequences of 16 + 16 tokens of a model of OPT's architecture: the policy that flexgen
+    many    the same memory, 128 sequences of 16 + 8 tokens of a model of OPT's architecture: the policy that flexgen
             settles, accelerate with the largest batch that is not killed, and with --flexgen PYTHON (one that has
             flexgen, FMInference's) the fastest of several of its policies
 
@@ -30,6 +33,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import statistics
@@ -37,6 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -60,6 +65,7 @@ from ridgeline.serve.build_engine import load_engine
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.spec.device import Cluster, Host
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.lowbit import GEMM_ROWS
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.registry import resolve
 
@@ -68,12 +74,12 @@ MODEL = ModelSpec(name="beyond", family="llama", vocab_size=2048, hidden_size=10
 PROMPT, OUTPUT = 16, 6
 LARGE = MODEL.changed(name="beyond-large", hidden_size=2048, num_layers=12, num_heads=16, num_kv_heads=16,
                       intermediate_size=5632)  # fmt: skip
-WIDE = catalog.model("opt-1.3b").changed(name="beyond-opt", vocab_size=2048, num_layers=12, max_positions=256)
+WIDE = catalog.model("opt-1.3b").changed(name="beyond-opt", vocab_size=2048, num_layers=6, max_positions=256)
 POLICIES = (([64, 2], [0, 0, 0, 0, 0, 100]), ([32, 4], [0, 0, 0, 0, 0, 100]), ([16, 8], [0, 0, 0, 0, 0, 100]),
             ([32, 4], [0, 0, 0, 30, 0, 100]))  # fmt: skip
 """Of FlexGen: sequences of a part and parts; percent of weights, cache and activations on the device and in host
 memory."""
-MANY = (128, 16, 16)
+MANY = (128, 16, 8)
 """Sequences, tokens of each prompt, tokens of each answer."""
 BATCHES = (1, 8, 32, 128)
 SHARED, OWN = 4096, 64
@@ -186,6 +192,66 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
                      "predicted_tokens_per_s": found.metrics["tokens_per_s"].value})  # fmt: skip
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return {"device_bytes": size / 4, "host_bytes": size / 2, "disk_bytes_per_s": disk.bandwidth, "rows": rows}
+
+
+def parts(checkpoint: str) -> list[dict[str, Any]]:
+    """Steps by the number of parts, predicted with two sets of rates."""
+    local, batch = catalog.cluster("local"), 128
+    rows = []
+    for n in (2, 8, 16, 32):
+        plan = [
+            "flash_attention",
+            f"flexgen:batches={n},weights_device=100,weights_host=0,cache_device=0,cache_host=100",
+        ]
+        model = model_of(experiment(checkpoint, plan, batch))
+        others = _others()
+        with torch.inference_mode():
+            timed_generation(model, prompt(batch), 2)
+            before = _product_rates(model)
+            first, *steps = timed_generation(model, prompt(batch), 4)
+            after = _product_rates(model)
+        rates = dict(local.device.rates)
+        for k, m in ((f"gemm_rows{m}.fp32", m) for m in GEMM_ROWS):
+            rates[k] = rates[k].model_copy(update={"byte_rate": (before[m] + after[m]) / 2})
+        there = local.model_copy(update={"device": local.device.model_copy(update={"rates": rates})})
+        row: dict[str, Any] = {"parts": n, "prefill_s": first, "step_s": statistics.median(steps),
+                               "others_cores": others(), "rates": {m: rates[f"gemm_rows{m}.fp32"].byte_rate
+                                                                   for m in GEMM_ROWS}}  # fmt: skip
+        for name, cluster in (("probe", local), ("same_minute", there)):
+            found = predict(experiment(checkpoint, plan, batch, cluster)).metrics
+            row[name] = {"prefill_s": found["ttft_s"].value, "step_s": found["tpot_s"].value}
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    return rows
+
+
+def _product_rates(model: Any) -> dict[int, float]:
+    """Bytes of weights per second of the layers' products by rows; no weight is in a cache when its turn comes."""
+    linear = [m for layer in model.layers.values() for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+    size = sum(m.weight.numel() * m.weight.element_size() for m in linear)
+    found = {}
+    for rows in GEMM_ROWS:
+        inputs = {width: torch.randn(rows, width) for width in {m.in_features for m in linear}}
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            for m in linear:
+                m(inputs[m.in_features])
+            times.append(time.perf_counter() - start)
+        found[rows] = size / statistics.median(times)
+    return found
+
+
+def _others() -> Callable[[], float]:
+    """Starts to count; called, the cores that other processes had busy since."""
+
+    def busy() -> float:
+        ticks = [int(v) for v in Path("/proc/stat").read_text().split()[1:9]]
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        return sum(ticks[i] for i in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK") - own.ru_utime - own.ru_stime
+
+    was, start = busy(), time.perf_counter()
+    return lambda: (busy() - was) / (time.perf_counter() - start)
 
 
 def prefix(checkpoint: str, rounds: int, folder: str) -> dict[str, Any]:
@@ -344,6 +410,11 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str, deepspeed: 
     return {"limit_bytes": limit, "checkpoint_bytes": size, "rows": rows}
 
 
+def steady(seconds: list[float]) -> float:
+    """Seconds of a generation in which every step after the prefill takes what the median one takes."""
+    return seconds[0] + (len(seconds) - 1) * statistics.median(seconds[1:])
+
+
 def many(checkpoint: str, folder: str, flexgen: str) -> dict[str, Any]:
     """Seconds for MANY sequences within a quarter of the checkpoint's size beside the process."""
     size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
@@ -365,12 +436,12 @@ def many(checkpoint: str, folder: str, flexgen: str) -> dict[str, Any]:
     ours = confined([sys.executable, str(here), "--worker"], {**job, "prompt": prompts}, limit)
     out = {"model": WIDE.name, "checkpoint_bytes": size, "limit_bytes": limit, "sequences": count, "prompt": length,
            "output": new, "plan": e.plan.strings(), "predicted_s": predict(e).metrics["e2e_s"].value,
-           "seconds": {"ridgeline": sum(ours["seconds"])}, "same_answers": {}, "versions": {}}  # fmt: skip
+           "seconds": {"ridgeline": steady(ours["seconds"])}, "same_answers": {}, "versions": {}}  # fmt: skip
     answers = {"accelerate": _accelerate(job, prompts, limit)}
     if flexgen:
         answers["flexgen"] = _flexgen(flexgen, job, prompts, limit)
     for name, found in answers.items():
-        out["seconds"][name], out["versions"][name] = sum(found["seconds"]), found["version"]
+        out["seconds"][name], out["versions"][name] = found["total"], found["version"]
         pairs = zip(zip(*found["tokens"], strict=True), zip(*ours["tokens"], strict=True), strict=True)
         out["same_answers"][name] = sum(a == b for a, b in pairs)
         out[name] = found["setting"]
@@ -389,11 +460,11 @@ def _accelerate(job: dict[str, Any], prompts: list[list[int]], limit: int) -> di
         except MemoryError:
             continue
         break
-    out: dict[str, Any] = {"seconds": [], "tokens": [[] for _ in range(job["output_len"])], "setting": batch}
+    out: dict[str, Any] = {"total": 0.0, "tokens": [[] for _ in range(job["output_len"])], "setting": batch}
     for first in range(0, len(prompts), batch):
         forget(job["checkpoint"])
         found = confined(command, {**job, "prompt": prompts[first : first + batch]}, limit)
-        out["seconds"] += found["seconds"]
+        out["total"] += steady(found["seconds"])
         out["tokens"] = [a + b for a, b in zip(out["tokens"], found["tokens"], strict=True)]
     return {**out, "version": found["version"]}
 
@@ -414,11 +485,13 @@ def _flexgen(python: str, job: dict[str, Any], prompts: list[list[int]], limit: 
     trials = []
     for batch, percent in POLICIES:
         try:
-            trials.append((sum(run(batch, percent, 3)["seconds"]), batch, percent))
+            trials.append((steady(run(batch, percent, 4)["seconds"]), batch, percent))
         except MemoryError:
             continue
     _, batch, percent = min(trials)
-    return {**run(batch, percent, job["output_len"]), "setting": {"batch": batch, "percent": percent, "trials": trials}}
+    found = run(batch, percent, job["output_len"])
+    setting = {"batch": batch, "percent": percent, "trials": trials}
+    return {**found, "total": steady(found["seconds"]), "setting": setting}
 
 
 def worker() -> None:
@@ -436,7 +509,7 @@ def main() -> None:
     """Run the parts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="tiers,flexgen,prefix,peers,many")
+    parser.add_argument("--only", default="tiers,flexgen,parts,prefix,peers,many")
     parser.add_argument("--llama-cpp", default="", help="Python that has llama-cpp-python")
     parser.add_argument("--deepspeed", default="", help="Python that has deepspeed and transformers")
     parser.add_argument("--flexgen", default="", help="Python that has FMInference's flexgen")
@@ -455,6 +528,8 @@ def main() -> None:
                                "prompt": PROMPT, "output": OUTPUT, "load_average": os.getloadavg()[0]}  # fmt: skip
         if "tiers" in args.only:
             out["tiers"] = tiers(checkpoint, args.rounds)
+        if "parts" in args.only:
+            out["parts"] = parts(checkpoint)
         if "prefix" in args.only:
             long = str(Path(where) / "long")
             save_checkpoint(build(MODEL.changed(max_positions=SHARED + OWN + 40), "cpu", torch.float32, 0), long)

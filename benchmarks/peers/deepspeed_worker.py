@@ -1,7 +1,8 @@
 """Generates from a checkpoint with DeepSpeed's ZeRO-Inference, weights on disk, on a CPU. Run by ``beyond_memory.py``.
 
 Reads one JSON object on standard input; the last line of standard output is ``{"version", "seconds", "tokens"}``:
-seconds of the prefill and of each further token, and the greedy tokens. ``--build`` compiles DeepSpeed's operators only.
+seconds of the prefill and of each further token, and the greedy tokens. ``--build`` compiles DeepSpeed's
+operators only.
 """
 
 import json
@@ -9,6 +10,26 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+
+def load(model: Any, checkpoint: Path) -> None:
+    """The checkpoint's tensors, one at a time, into the files of parameters on disk and into those in memory:
+    ``from_pretrained`` takes more memory than there is."""
+    import deepspeed
+    from safetensors import safe_open
+
+    parameters = dict(model.named_parameters())
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                p, value = parameters[name], tensors.get_tensor(name)
+                if p.nvme_swapper.swappable_tensor(p):
+                    with open(p.nvme_swapper.get_path(p, must_exist=True), "r+b") as f:
+                        f.write(value.numpy())
+                else:
+                    with deepspeed.zero.GatheredParameters(p, modifier_rank=0):
+                        p.data.copy_(value)
 
 
 def main() -> None:
@@ -16,6 +37,7 @@ def main() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where ninja is
     import deepspeed
     import torch
+    import transformers
 
     if "--build" in sys.argv:
         from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -35,11 +57,11 @@ def main() -> None:
     settings = {
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {"device": "nvme", "nvme_path": job["folder"], "pin_memory": False, "buffer_count": 8,
+            "offload_param": {"device": "nvme", "nvme_path": job["folder"], "pin_memory": False, "buffer_count": 6,
                               "buffer_size": largest},
             "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 2 * layer,
-            "stage3_prefetch_bucket_size": layer,
+            "stage3_max_live_parameters": layer,
+            "stage3_prefetch_bucket_size": layer // 2,
         },
         "aio": {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True},
         "train_micro_batch_size_per_gpu": 1,
@@ -47,8 +69,10 @@ def main() -> None:
     }  # fmt: skip
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed("gloo")
-    kept = HfDeepSpeedConfig(settings)  # from_pretrained looks for it
-    model = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=torch.float32)
+    kept = HfDeepSpeedConfig(settings)  # from_config looks for it
+    transformers.integrations.deepspeed.initialize_weights_zero3 = lambda model: None  # gathers all of them
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    load(model, Path(job["checkpoint"]))
     engine = deepspeed.initialize(model=model, config=settings)[0]
     engine.module.eval()
     ids = torch.tensor(job["prompt"])

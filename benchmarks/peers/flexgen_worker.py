@@ -1,9 +1,9 @@
-"""Generates from an OPT checkpoint with FlexGen (FMInference, PyPI's ``flexgen``) on a CPU. Run by ``beyond_memory.py``.
+"""Generates from an OPT checkpoint with FlexGen (FMInference, PyPI's flexgen) on a CPU. Run by ``beyond_memory.py``.
 
 Reads one JSON object on standard input; the last line of standard output is ``{"version", "seconds", "tokens"}``:
 seconds of the prefill and of each further token, and the greedy tokens. FlexGen's "gpu" is a second device of the same
-processor here, what it asks of CUDA (streams, synchronization, pinned memory) is nothing, and its fp16 is fp32. With ``convert`` in the job it only writes the weights' files that
-FlexGen reads.
+processor here, what it asks of CUDA (streams, synchronization, pinned memory) is nothing, and its fp16 is fp32. With
+``convert`` in the job it only writes the weights' files that FlexGen reads.
 """
 
 import contextlib

@@ -164,7 +164,8 @@ def _placed(
     width = max(len(what) for what, _, _ in found.rows)
     for what, where, size in found.rows:
         say(f"{what:<{width}}  {where:<11}  {metric(size, 'bytes')}")
-    say(f"bound by {found.bound}; {metric(found.rate, 'tokens/s')} predicted with {found.sequences} sequences at a time")
+    rate = metric(found.rate, "tokens/s")
+    say(f"bound by {found.bound}; {rate} predicted with {found.sequences} sequences at a time")
     for size, times in found.more:
         say(f"with {metric(size, 'bytes')} of device memory: {times:.2f}x")
     options["kv_cache_bytes"] = found.cache

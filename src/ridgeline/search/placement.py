@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ _MORE = (1.25, 1.5, 2.0)
 """Device memory, relative to the limit, of which the prediction is told beside the chosen placement."""
 
 _STEP = 1.25
-"""Between device memories that are tried where nothing fits."""
+"""Between device memories that are tried where nothing fits; what is told is more by what rounding takes."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ def place(
         sizes, most = [cluster.device.memory_bytes], catalog.cluster("local").device.memory_bytes
         while sizes[-1] * _STEP < most:
             sizes.append(sizes[-1] * _STEP)
-        enough = next((size for size in sizes[1:] if best(_with_memory(cluster, size)) is not None), None)
-        raise UserError(*_missing(checkpoint, cluster, limits, enough))
+        first = bisect_left(sizes, True, key=lambda size: best(_with_memory(cluster, size)) is not None)
+        raise UserError(*_missing(checkpoint, cluster, limits, 1.01 * sizes[first] if first < len(sizes) else None))
     e, result = chosen
     rate = result.metrics["tokens_per_s"].value
     device = cluster.device
