@@ -8,16 +8,21 @@ Parts:
             slower of transfers and computation would take alone
     flexgen the policy that is settled for a batch against others drawn at random and against ZeRO-Inference with the
             largest batch that fits, all within the same device and host memory: measured and predicted
+    parts   flexgen with the weights on the device and the cache in host memory, in 2 to 32 parts: a step and the
+            prefill, measured and predicted, with the probe's rates of products with few rows and with those that the
+            model's own layers have in the same minute
     prefix  time to the first token of prompts that share their first 4096 tokens, and end with 64 of their own: the
             first of them, and others when the shared blocks are in the pool, in host memory, on disk, and on disk after
             a restart; the last three also with all layers' blocks brought before the first layer computes. The tokens
             are asserted to be those of a prompt that nothing is known of
     peers   in a memory cgroup that leaves a quarter of the checkpoint beside the process: ours from disk, accelerate's
-            disk offload (transformers), and with --llama-cpp PYTHON (one that has llama-cpp-python) llama.cpp's mapped
-            file of the same fp32 weights; equal greedy tokens are asserted. Beside them ours with the same weights in 8
-            bits (rtn), with the share of its tokens that are the same. Needs root and cgroup v1
-    many    the same memory and model, 128 sequences of 16 + 16 tokens: the policy that flexgen settles, and accelerate
-            with the largest batch that is not killed
+            disk offload (transformers), with --llama-cpp PYTHON (one that has llama-cpp-python) llama.cpp's mapped file
+            of the same fp32 weights, and with --deepspeed PYTHON ZeRO-Inference; equal greedy tokens are asserted.
+            Beside them ours with the same weights in 8 bits (rtn), with the share of its tokens that are the same.
+            Needs root and cgroup v1
+    many    the same memory, 128 sequences of 16 + 8 tokens of a model of OPT's architecture: the policy that flexgen
+            settles, accelerate with the largest batch that is not killed, and with --flexgen PYTHON (one that has
+            flexgen, FMInference's) the fastest of several of its policies
 
 Threads are PyTorch's (set OMP_NUM_THREADS).
 """
@@ -28,6 +33,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import statistics
@@ -35,6 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -58,6 +65,7 @@ from ridgeline.serve.build_engine import load_engine
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.spec.device import Cluster, Host
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.lowbit import GEMM_ROWS
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.registry import resolve
 
@@ -66,7 +74,12 @@ MODEL = ModelSpec(name="beyond", family="llama", vocab_size=2048, hidden_size=10
 PROMPT, OUTPUT = 16, 6
 LARGE = MODEL.changed(name="beyond-large", hidden_size=2048, num_layers=12, num_heads=16, num_kv_heads=16,
                       intermediate_size=5632)  # fmt: skip
-MANY = (128, 16, 16)
+WIDE = catalog.model("opt-1.3b").changed(name="beyond-opt", vocab_size=2048, num_layers=6, max_positions=256)
+POLICIES = (([64, 2], [0, 0, 0, 0, 0, 100]), ([32, 4], [0, 0, 0, 0, 0, 100]), ([16, 8], [0, 0, 0, 0, 0, 100]),
+            ([32, 4], [0, 0, 0, 30, 0, 100]))  # fmt: skip
+"""Of FlexGen: sequences of a part and parts; percent of weights, cache and activations on the device and in host
+memory."""
+MANY = (128, 16, 8)
 """Sequences, tokens of each prompt, tokens of each answer."""
 BATCHES = (1, 8, 32, 128)
 SHARED, OWN = 4096, 64
@@ -181,6 +194,66 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     return {"device_bytes": size / 4, "host_bytes": size / 2, "disk_bytes_per_s": disk.bandwidth, "rows": rows}
 
 
+def parts(checkpoint: str) -> list[dict[str, Any]]:
+    """Steps by the number of parts, predicted with two sets of rates."""
+    local, batch = catalog.cluster("local"), 128
+    rows = []
+    for n in (2, 8, 16, 32):
+        plan = [
+            "flash_attention",
+            f"flexgen:batches={n},weights_device=100,weights_host=0,cache_device=0,cache_host=100",
+        ]
+        model = model_of(experiment(checkpoint, plan, batch))
+        others = _others()
+        with torch.inference_mode():
+            timed_generation(model, prompt(batch), 2)
+            before = _product_rates(model)
+            first, *steps = timed_generation(model, prompt(batch), 4)
+            after = _product_rates(model)
+        rates = dict(local.device.rates)
+        for k, m in ((f"gemm_rows{m}.fp32", m) for m in GEMM_ROWS):
+            rates[k] = rates[k].model_copy(update={"byte_rate": (before[m] + after[m]) / 2})
+        there = local.model_copy(update={"device": local.device.model_copy(update={"rates": rates})})
+        row: dict[str, Any] = {"parts": n, "prefill_s": first, "step_s": statistics.median(steps),
+                               "others_cores": others(), "rates": {m: rates[f"gemm_rows{m}.fp32"].byte_rate
+                                                                   for m in GEMM_ROWS}}  # fmt: skip
+        for name, cluster in (("probe", local), ("same_minute", there)):
+            found = predict(experiment(checkpoint, plan, batch, cluster)).metrics
+            row[name] = {"prefill_s": found["ttft_s"].value, "step_s": found["tpot_s"].value}
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    return rows
+
+
+def _product_rates(model: Any) -> dict[int, float]:
+    """Bytes of weights per second of the layers' products by rows; no weight is in a cache when its turn comes."""
+    linear = [m for layer in model.layers.values() for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+    size = sum(m.weight.numel() * m.weight.element_size() for m in linear)
+    found = {}
+    for rows in GEMM_ROWS:
+        inputs = {width: torch.randn(rows, width) for width in {m.in_features for m in linear}}
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            for m in linear:
+                m(inputs[m.in_features])
+            times.append(time.perf_counter() - start)
+        found[rows] = size / statistics.median(times)
+    return found
+
+
+def _others() -> Callable[[], float]:
+    """Starts to count; called, the cores that other processes had busy since."""
+
+    def busy() -> float:
+        ticks = [int(v) for v in Path("/proc/stat").read_text().split()[1:9]]
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        return sum(ticks[i] for i in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK") - own.ru_utime - own.ru_stime
+
+    was, start = busy(), time.perf_counter()
+    return lambda: (busy() - was) / (time.perf_counter() - start)
+
+
 def prefix(checkpoint: str, rounds: int, folder: str) -> dict[str, Any]:
     """Seconds to the first token by where the blocks of the shared prefix are."""
     draw = torch.Generator().manual_seed(1)
@@ -288,12 +361,12 @@ def vocabulary(file: Path, size: int = MODEL.vocab_size) -> None:
     tokenizer.save(str(file))
 
 
-def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str) -> dict[str, Any]:
+def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str, deepspeed: str) -> dict[str, Any]:
     """Ours and others in turns, each in a cgroup with a quarter of the checkpoint beside its process."""
     size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
     limit = size // 4 + PROCESS
     here = Path(__file__)
-    job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "layers": LARGE.num_layers, "folder": folder,
+    job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "folder": folder,
            "output_len": OUTPUT, "gguf": f"{checkpoint}/fp32.gguf",
            "plan": ["zero_inference:parameters=nvme"]}  # fmt: skip
     small = f"{checkpoint}-8bits"
@@ -302,6 +375,10 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str) -> dict[str
         CODED: [sys.executable, str(here), "--worker"],
         "accelerate": [sys.executable, str(here.parent / "peers" / "accelerate_worker.py")],
     }
+    if deepspeed:
+        zero = [deepspeed, str(here.parent / "peers" / "deepspeed_worker.py")]
+        subprocess.run([*zero, "--build"], check=True, capture_output=True)
+        contestants["deepspeed"] = zero
     rows = []
     for batch in (1, 32):
         some = dict(contestants)
@@ -333,13 +410,18 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str) -> dict[str
     return {"limit_bytes": limit, "checkpoint_bytes": size, "rows": rows}
 
 
-def many(checkpoint: str, folder: str) -> dict[str, Any]:
+def steady(seconds: list[float]) -> float:
+    """Seconds of a generation in which every step after the prefill takes what the median one takes."""
+    return seconds[0] + (len(seconds) - 1) * statistics.median(seconds[1:])
+
+
+def many(checkpoint: str, folder: str, flexgen: str) -> dict[str, Any]:
     """Seconds for MANY sequences within a quarter of the checkpoint's size beside the process."""
     size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
     limit = size // 4 + PROCESS
     here = Path(__file__)
     count, length, new = MANY
-    prompts = torch.randint(MODEL.vocab_size, (count, length), generator=torch.Generator().manual_seed(2)).tolist()
+    prompts = torch.randint(WIDE.vocab_size, (count, length), generator=torch.Generator().manual_seed(2)).tolist()
     local, room = catalog.cluster("local"), size / 4
     host = Host(name="staging", cores=os.cpu_count() or 1, memory_bytes=room / 4,
                 memory_bandwidth=local.device.memory_bandwidth)  # fmt: skip
@@ -348,32 +430,68 @@ def many(checkpoint: str, folder: str) -> dict[str, Any]:
     w = {"kind": "generate", "checkpoint": checkpoint, "batch_size": count, "prompt_len": length, "output_len": new}
     cluster = local.model_copy(update={"device": device})
     e = experiments.make(checkpoint, cluster, w, ["flash_attention", "flexgen:overlap=true"])
-    job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "layers": LARGE.num_layers, "folder": folder,
+    job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "folder": folder,
            "output_len": new, "plan": e.plan.strings()}  # fmt: skip
     forget(checkpoint)
     ours = confined([sys.executable, str(here), "--worker"], {**job, "prompt": prompts}, limit)
-    worker = [sys.executable, str(here.parent / "peers" / "accelerate_worker.py")]
+    out = {"model": WIDE.name, "checkpoint_bytes": size, "limit_bytes": limit, "sequences": count, "prompt": length,
+           "output": new, "plan": e.plan.strings(), "predicted_s": predict(e).metrics["e2e_s"].value,
+           "seconds": {"ridgeline": steady(ours["seconds"])}, "same_answers": {}, "versions": {}}  # fmt: skip
+    answers = {"accelerate": _accelerate(job, prompts, limit)}
+    if flexgen:
+        answers["flexgen"] = _flexgen(flexgen, job, prompts, limit)
+    for name, found in answers.items():
+        out["seconds"][name], out["versions"][name] = found["total"], found["version"]
+        pairs = zip(zip(*found["tokens"], strict=True), zip(*ours["tokens"], strict=True), strict=True)
+        out["same_answers"][name] = sum(a == b for a, b in pairs)
+        out[name] = found["setting"]
+    out["ratio"] = {name: s / out["seconds"]["ridgeline"] for name, s in out["seconds"].items()}
+    print(json.dumps(out), file=sys.stderr, flush=True)
+    return out
+
+
+def _accelerate(job: dict[str, Any], prompts: list[list[int]], limit: int) -> dict[str, Any]:
+    """All answers, with the largest batch that is not killed."""
+    command = [sys.executable, str(Path(__file__).parent / "peers" / "accelerate_worker.py")]
     for batch in (64, 32, 16, 8, 4):
-        forget(checkpoint)
+        forget(job["checkpoint"])
         try:
-            confined(worker, {**job, "prompt": prompts[:batch], "output_len": 2}, limit)
+            confined(command, {**job, "prompt": prompts[:batch], "output_len": 2}, limit)
         except MemoryError:
             continue
         break
-    seconds, tokens = 0.0, []
-    for first in range(0, count, batch):
-        forget(checkpoint)
-        found = confined(worker, {**job, "prompt": prompts[first : first + batch]}, limit)
-        seconds += sum(found["seconds"])
-        tokens += zip(*found["tokens"], strict=True)
-    same = sum(a == tuple(b) for a, b in zip(tokens, zip(*ours["tokens"], strict=True), strict=True))
-    out = {"sequences": count, "prompt": length, "output": new, "plan": e.plan.strings(), "same_answers": same,
-           "predicted_s": predict(e).metrics["e2e_s"].value,
-           "seconds": {"ridgeline": sum(ours["seconds"]), "accelerate": seconds},
-           "accelerate_batch": batch, "accelerate": found["version"],
-           "ratio": seconds / sum(ours["seconds"])}  # fmt: skip
-    print(json.dumps(out), file=sys.stderr, flush=True)
-    return out
+    out: dict[str, Any] = {"total": 0.0, "tokens": [[] for _ in range(job["output_len"])], "setting": batch}
+    for first in range(0, len(prompts), batch):
+        forget(job["checkpoint"])
+        found = confined(command, {**job, "prompt": prompts[first : first + batch]}, limit)
+        out["total"] += steady(found["seconds"])
+        out["tokens"] = [a + b for a, b in zip(out["tokens"], found["tokens"], strict=True)]
+    return {**out, "version": found["version"]}
+
+
+def _flexgen(python: str, job: dict[str, Any], prompts: list[list[int]], limit: int) -> dict[str, Any]:
+    """All answers, with the policy that is the fastest in a short trial of those that are not killed."""
+    command = [python, str(Path(__file__).parent / "peers" / "flexgen_worker.py")]
+
+    def run(batch: list[int], percent: list[int], new: int) -> dict[str, Any]:
+        forget(job["checkpoint"])
+        more = {"prompt": prompts, "batch": batch, "percent": percent, "output_len": new}
+        try:
+            return confined(command, {**job, **more}, limit)
+        finally:
+            shutil.rmtree(Path(job["folder"]) / "disk", ignore_errors=True)
+
+    subprocess.run(command, input=json.dumps({**job, "convert": True}), text=True, check=True, capture_output=True)
+    trials = []
+    for batch, percent in POLICIES:
+        try:
+            trials.append((steady(run(batch, percent, 4)["seconds"]), batch, percent))
+        except MemoryError:
+            continue
+    _, batch, percent = min(trials)
+    found = run(batch, percent, job["output_len"])
+    setting = {"batch": batch, "percent": percent, "trials": trials}
+    return {**found, "total": steady(found["seconds"]), "setting": setting}
 
 
 def worker() -> None:
@@ -391,8 +509,10 @@ def main() -> None:
     """Run the parts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="tiers,flexgen,prefix,peers,many")
+    parser.add_argument("--only", default="tiers,flexgen,parts,prefix,peers,many")
     parser.add_argument("--llama-cpp", default="", help="Python that has llama-cpp-python")
+    parser.add_argument("--deepspeed", default="", help="Python that has deepspeed and transformers")
+    parser.add_argument("--flexgen", default="", help="Python that has FMInference's flexgen")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -403,18 +523,20 @@ def main() -> None:
     try:
         checkpoint = str(Path(where) / "model")
         save_checkpoint(build(MODEL, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=2e8)
-        models = [m.model_dump(exclude_defaults=True) for m in (MODEL, LARGE)]
+        models = [m.model_dump(exclude_defaults=True) for m in (MODEL, LARGE, WIDE)]
         out: dict[str, Any] = {"environment": fingerprint(), "models": models,
                                "prompt": PROMPT, "output": OUTPUT, "load_average": os.getloadavg()[0]}  # fmt: skip
         if "tiers" in args.only:
             out["tiers"] = tiers(checkpoint, args.rounds)
+        if "parts" in args.only:
+            out["parts"] = parts(checkpoint)
         if "prefix" in args.only:
             long = str(Path(where) / "long")
             save_checkpoint(build(MODEL.changed(max_positions=SHARED + OWN + 40), "cpu", torch.float32, 0), long)
             out["prefix"] = prefix(long, args.rounds, str(Path(where) / "blocks"))
         if "flexgen" in args.only:
             out["flexgen"] = flexgen(checkpoint, args.rounds)
-        if "peers" in args.only or "many" in args.only:
+        if "peers" in args.only:
             shutil.rmtree(checkpoint)
             save_checkpoint(build(LARGE, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=5e8)
         if "peers" in args.only:
@@ -423,9 +545,12 @@ def main() -> None:
             subprocess.run([*compress, "--out", f"{checkpoint}-8bits"], check=True, capture_output=True)
             if args.llama_cpp:
                 write_gguf(Path(checkpoint), Path(checkpoint) / "fp32.gguf")
-            out["peers"] = peers(checkpoint, str(Path(where) / "offload"), args.rounds, args.llama_cpp)
+            out["peers"] = peers(checkpoint, str(Path(where) / "offload"), args.rounds, args.llama_cpp,
+                                 args.deepspeed)  # fmt: skip
         if "many" in args.only:
-            out["many"] = many(checkpoint, str(Path(where) / "offload"))
+            shutil.rmtree(checkpoint)
+            save_checkpoint(build(WIDE, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=5e8)
+            out["many"] = many(checkpoint, str(Path(where) / "offload"), args.flexgen)
     finally:
         shutil.rmtree(where)
     text = json.dumps(out, indent=1)

@@ -13,12 +13,14 @@ from importlib.metadata import version
 def main() -> None:
     job = json.load(sys.stdin)
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(job["threads"])
-    layers = job["layers"]
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places |= {f"model.layers.{i}": "disk" for i in range(layers)}
+    config = AutoConfig.from_pretrained(job["checkpoint"])
+    around = {"opt": ("embed_tokens", "embed_positions", "final_layer_norm")}
+    base = "model.decoder" if config.model_type == "opt" else "model"
+    places = {f"{base}.{name}": "cpu" for name in around.get(config.model_type, ("embed_tokens", "norm", "rotary_emb"))}
+    places |= {"lm_head": "cpu"} | {f"{base}.layers.{i}": "disk" for i in range(config.num_hidden_layers)}
     model = AutoModelForCausalLM.from_pretrained(
         job["checkpoint"], dtype=torch.float32, device_map=places, offload_folder=job["folder"]
     )

@@ -19,7 +19,7 @@ def test_sizes_as_people_write_them(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MB", "12 parsecs", "-3MB", None, True, [1]])
+@pytest.mark.parametrize("text", ["", "MB", "12 parsecs", "-3MB", "1e400GB", float("inf"), None, True, [1]])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="200MB"):
         parse_size(text)

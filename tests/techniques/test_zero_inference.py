@@ -3,6 +3,7 @@ told; its prediction; and the placement that `--device-memory` asks for."""
 
 import gc
 import os
+import re
 import resource
 import signal
 import threading
@@ -28,6 +29,7 @@ from ridgeline.runtime.resting_weights import RestingWeights
 from ridgeline.search.placement import MemoryLimits, place
 from ridgeline.spec.device import Cluster, Host
 from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.sizes import parse_size
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.memory import moe_offload_torch
 from ridgeline.techniques.registry import resolve
@@ -336,6 +338,18 @@ def test_nothing_fits(deep):
     with pytest.raises(UserError, match="does not fit into") as e:
         place(deep, [], MemoryLimits(device=10_000, host=10_000))
     assert "--disk PATH" in e.value.fix
+    with pytest.raises(UserError, match="does not fit into") as e:
+        place(deep, [], MemoryLimits(device=1_000_000))
+    enough = parse_size(re.search(r"give (\S+ \w+) of device memory", e.value.fix)[1])
+    place(deep, [], MemoryLimits(device=enough))
+    with pytest.raises(UserError, match="does not fit into"):
+        place(deep, [], MemoryLimits(device=int(0.7 * enough)))
+
+
+@pytest.mark.parametrize("size", ["", "0", "1e400GiB"])
+def test_no_amount_of_memory(deep, size):
+    with pytest.raises(UserError, match="no amount of memory"):
+        app(["generate", str(deep), "--prompt", "abc", "--device-memory", size], standalone_mode=False)
 
 
 def test_generate_within_a_device_memory(deep, tmp_path, capfd):

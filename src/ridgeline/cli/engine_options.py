@@ -88,7 +88,7 @@ def make_engine(
     options: dict[str, Any] = {"max_model_len": length, "max_num_seqs": seqs, "max_num_batched_tokens": tokens,
                "kv_cache_bytes": number_of_bytes("--kv-cache", pool), "dtype": dtype,
                "kernels": _kernels(kernels or [])}  # fmt: skip
-    if any(memory):
+    if any(limit is not None for limit in memory):
         return _placed(checkpoint, plan, memory, options)
     return load_engine(checkpoint, plan, **options)
 
@@ -164,7 +164,8 @@ def _placed(
     width = max(len(what) for what, _, _ in found.rows)
     for what, where, size in found.rows:
         say(f"{what:<{width}}  {where:<11}  {metric(size, 'bytes')}")
-    say(f"bound by {found.bound}; {found.rate:.3g} tokens/s predicted with {found.sequences} sequences at a time")
+    rate = metric(found.rate, "tokens/s")
+    say(f"bound by {found.bound}; {rate} predicted with {found.sequences} sequences at a time")
     for size, times in found.more:
         say(f"with {metric(size, 'bytes')} of device memory: {times:.2f}x")
     options["kv_cache_bytes"] = found.cache

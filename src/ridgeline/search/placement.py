@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ _CACHE_SHARE = 0.95
 """Of the device memory that weights and workspace leave: what the cache takes where the device's memory is stated."""
 _MORE = (1.25, 1.5, 2.0)
 """Device memory, relative to the limit, of which the prediction is told beside the chosen placement."""
+
+_STEP = 1.25
+"""Between device memories that are tried where nothing fits; what is told is more by what rounding takes."""
 
 
 @dataclass(frozen=True)
@@ -130,16 +134,19 @@ def place(
 
     chosen = best(cluster)
     if chosen is None:
-        raise UserError(*_missing(checkpoint, cluster, limits))
+        sizes, most = [cluster.device.memory_bytes], catalog.cluster("local").device.memory_bytes
+        while sizes[-1] * _STEP < most:
+            sizes.append(sizes[-1] * _STEP)
+        first = bisect_left(sizes, True, key=lambda size: best(_with_memory(cluster, size)) is not None)
+        raise UserError(*_missing(checkpoint, cluster, limits, 1.01 * sizes[first] if first < len(sizes) else None))
     e, result = chosen
     rate = result.metrics["tokens_per_s"].value
     device = cluster.device
     larger = []
     for times in _MORE if limits.device is not None else ():
-        bigger = device.model_copy(update={"memory_bytes": device.memory_bytes * times})
-        other = best(cluster.model_copy(update={"device": bigger}))
+        other = best(_with_memory(cluster, device.memory_bytes * times))
         if other is not None:
-            larger.append((bigger.memory_bytes, other[1].metrics["tokens_per_s"].value / rate))
+            larger.append((device.memory_bytes * times, other[1].metrics["tokens_per_s"].value / rate))
     g = rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, check(e))
     return Placement(e, result, g, tuple(larger))
 
@@ -187,6 +194,10 @@ def _limited(cluster: Cluster, checkpoint: Path, limits: MemoryLimits) -> Cluste
     return cluster.model_copy(update={"device": device.model_copy(update=changes)})
 
 
+def _with_memory(cluster: Cluster, size: float) -> Cluster:
+    return cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": size})})
+
+
 def _slower(checkpoint: Path, folder: Path) -> Link:
     """The disk of the checkpoint's files or that of ``folder``, whichever is read more slowly."""
     links = [folder_rate(folder, str(folder))]
@@ -196,10 +207,11 @@ def _slower(checkpoint: Path, folder: Path) -> Link:
     return min(links, key=lambda link: link.bandwidth)
 
 
-def _missing(checkpoint: Path, cluster: Cluster, limits: MemoryLimits) -> tuple[str, str]:
-    """What to say where nothing fits, and what would."""
+def _missing(checkpoint: Path, cluster: Cluster, limits: MemoryLimits, enough: float | None) -> tuple[str, str]:
+    """What to say where nothing fits, and what would: with ``enough`` bytes of device memory something does."""
     device = metric(cluster.device.memory_bytes, "bytes")
     host = "" if limits.host is None else f" and {metric(limits.host, 'bytes')} of host memory"
+    memory = "more memory" if enough is None else f"{metric(enough, 'bytes')} of device memory"
     more = "" if limits.disk is not None else ", or --disk PATH for weights on disk"
     return (f"{checkpoint} does not fit into {device} of device memory{host}, wherever its layers rest",
-            f"give more memory{more}, or a smaller --max-model-len or --max-num-batched-tokens")  # fmt: skip
+            f"give {memory}{more}, or a smaller --max-model-len or --max-num-batched-tokens")  # fmt: skip

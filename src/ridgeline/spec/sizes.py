@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any
 
@@ -18,12 +19,15 @@ _WRITTEN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNO
 def parse_size(value: Any) -> int:
     """Bytes of ``200MB``, ``1.5 GiB``, ``4096`` or a number. Raises :class:`ValueError` for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return int(value)
-    found = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
-    units = {name.lower(): factor for name, factor in UNITS.items()}
-    if found is None or found[2].lower() not in units:
+        size = float(value)
+    else:
+        found = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
+        units = {name.lower(): factor for name, factor in UNITS.items()}
+        known = found is not None and found[2].lower() in units
+        size = float(found[1]) * units[found[2].lower()] if found and known else math.nan
+    if not math.isfinite(size):
         raise ValueError("write a size such as 200MB, 2GB or 1.5GiB")
-    return int(float(found[1]) * units[found[2].lower()])
+    return int(size)
 
 
 def say_size(count: float) -> str:
