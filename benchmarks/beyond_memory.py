@@ -367,8 +367,7 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str, deepspeed: 
     limit = size // 4 + PROCESS
     here = Path(__file__)
     job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "folder": folder,
-           "output_len": OUTPUT, "gguf": f"{checkpoint}/fp32.gguf",
-           "plan": ["zero_inference:parameters=nvme"]}  # fmt: skip
+           "output_len": OUTPUT, "gguf": f"{checkpoint}/fp32.gguf"}  # fmt: skip
     small = f"{checkpoint}-8bits"
     contestants = {
         "ridgeline": [sys.executable, str(here), "--worker"],
@@ -385,13 +384,21 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str, deepspeed: 
         if llama_cpp and batch == 1:
             some["llama.cpp"] = [llama_cpp, str(here.parent / "peers" / "llama_cpp_worker.py")]
         steps: dict[str, list[float]] = {name: [] for name in some}
+        work = {"batch_size": batch, "prompt_len": PROMPT, "output_len": OUTPUT}
+        left = ["zero_inference:parameters=nvme,resident=auto"]
+        plans = {mine: within(mine, work, left, size / 4, 0.0).plan.strings() for mine in (checkpoint, small)}
         answers: dict[str, Any] = {}
         versions: dict[str, str] = {}
         for _ in range(rounds):
-            for name, command in some.items():
+            for name, command in list(some.items()):
                 mine = small if name == CODED else checkpoint
                 forget(mine)
-                found = confined(command, {**job, "checkpoint": mine, "prompt": prompt(batch).tolist()}, limit)
+                more = {"checkpoint": mine, "plan": plans[mine], "prompt": prompt(batch).tolist()}
+                try:
+                    found = confined(command, {**job, **more}, limit)
+                except MemoryError:
+                    some.pop(name)  # killed
+                    continue
                 steps[name] += found["seconds"][1:]
                 known = answers.setdefault("tokens", found["tokens"])
                 if name == CODED:
@@ -400,14 +407,27 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str, deepspeed: 
                 else:
                     assert known == found["tokens"], f"{name}: other tokens"
                 versions |= {name: found["version"]} if "version" in found else {}
-        medians = {name: statistics.median(v) for name, v in steps.items()}
-        rows.append({"batch": batch, "versions": versions, "step_s": medians,
-                     "spread": {n: statistics.pstdev(v) / medians[n] for n, v in steps.items()},
+        medians = {name: statistics.median(steps[name]) for name in some}
+        rows.append({"batch": batch, "versions": versions, "step_s": medians, "plans": list(plans.values()),
+                     "killed": [name for name in steps if name not in some],
+                     "spread": {n: statistics.pstdev(steps[n]) / medians[n] for n in some},
                      "ratio": {n: medians[n] / medians["ridgeline"] for n in some},
                      "ratio_8_bits": {n: medians[n] / medians[CODED] for n in some},
                      "same_tokens_8_bits": answers["same"]})  # fmt: skip
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return {"limit_bytes": limit, "checkpoint_bytes": size, "rows": rows}
+
+
+def within(checkpoint: str, work: dict[str, Any], plan: list[str], room: float, host: float) -> Experiment:
+    """Generation with what is left open in the plan settled for ``room`` bytes of a device and ``host`` bytes beside
+    it, with the disk's rate as measured."""
+    local = catalog.cluster("local")
+    beside = Host(name="staging", cores=os.cpu_count() or 1, memory_bytes=max(1.0, host),
+                  memory_bandwidth=local.device.memory_bandwidth)  # fmt: skip
+    disk = file_rate(next(Path(checkpoint).glob("*.safetensors")))
+    device = local.device.model_copy(update={"memory_bytes": room, "host": beside, "disk": disk})
+    w = {"kind": "generate", "checkpoint": checkpoint, **work}
+    return experiments.make(checkpoint, local.model_copy(update={"device": device}), w, plan)
 
 
 def steady(seconds: list[float]) -> float:
@@ -422,14 +442,8 @@ def many(checkpoint: str, folder: str, flexgen: str) -> dict[str, Any]:
     here = Path(__file__)
     count, length, new = MANY
     prompts = torch.randint(WIDE.vocab_size, (count, length), generator=torch.Generator().manual_seed(2)).tolist()
-    local, room = catalog.cluster("local"), size / 4
-    host = Host(name="staging", cores=os.cpu_count() or 1, memory_bytes=room / 4,
-                memory_bandwidth=local.device.memory_bandwidth)  # fmt: skip
-    disk = file_rate(next(Path(checkpoint).glob("*.safetensors")))
-    device = local.device.model_copy(update={"memory_bytes": room * 3 / 4, "host": host, "disk": disk})
-    w = {"kind": "generate", "checkpoint": checkpoint, "batch_size": count, "prompt_len": length, "output_len": new}
-    cluster = local.model_copy(update={"device": device})
-    e = experiments.make(checkpoint, cluster, w, ["flash_attention", "flexgen:overlap=true"])
+    work = {"batch_size": count, "prompt_len": length, "output_len": new}
+    e = within(checkpoint, work, ["flash_attention", "flexgen:overlap=true"], size * 3 / 16, size / 16)
     job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "folder": folder,
            "output_len": new, "plan": e.plan.strings()}  # fmt: skip
     forget(checkpoint)
