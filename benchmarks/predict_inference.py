@@ -177,7 +177,10 @@ def interval_classes(fixed, served, foreign):
             alone = serving.ALONE if case.group.endswith(serving.ALONE) else ""
             classes[f"serving, TPOT{alone}", ""][engine].append(case)
     elsewhere = [(e, c) for e, c in fixed if not c.known.engine]
+    missed = {(c.label, c.group, c.quantity) for _, c in served if not inside([c], shipped())[0]}
     for engine, case in (*foreign, *elsewhere):
+        if (case.label, case.group, case.quantity) in missed:
+            continue  # a miss of the model, not of the engine: its own constants miss it too
         alone = case.group.endswith(serving.ALONE)
         if first_token(case) and task_of(case) == "serve" and not alone:
             continue  # nobody knows the load of an engine that was not measured

@@ -23,7 +23,7 @@ FIRST = {"generate": 0.18, "serve": 0.28}
 LOAD = 0.28
 """The same for the share of a time to first token that a request waits for others, if nothing is known of the load
 generator but its lengths and its number of clients: how much lengths vary, and whether all clients start at once."""
-ENGINE = {"first": 0.59, "token": 0.64}
+ENGINE = {"first": 0.51, "token": 0.15}
 """The same for an engine, or a device under it, that has no published measurements: until the first token, and per
 token."""
 MEMORY = 0.04
