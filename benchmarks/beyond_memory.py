@@ -35,14 +35,12 @@ import os
 import random
 import resource
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +73,6 @@ PROMPT, OUTPUT = 16, 6
 LARGE = MODEL.changed(name="beyond-large", hidden_size=2048, num_layers=12, num_heads=16, num_kv_heads=16,
                       intermediate_size=5632)  # fmt: skip
 WIDE = catalog.model("opt-1.3b").changed(name="beyond-opt", vocab_size=2048, num_layers=6, max_positions=256)
-POLICIES = (([64, 2], [0, 0, 0, 0, 0, 100]), ([32, 4], [0, 0, 0, 0, 0, 100]), ([16, 8], [0, 0, 0, 0, 0, 100]),
-            ([32, 4], [0, 0, 0, 30, 0, 100]))  # fmt: skip
-"""Of FlexGen: sequences of a part and parts; percent of weights, cache and activations on the device and in host
-memory."""
-MANY = (128, 16, 8)
-"""Sequences, tokens of each prompt, tokens of each answer."""
 BATCHES = (1, 8, 32, 128)
 SHARED, OWN = 4096, 64
 """Tokens of the shared prefix, and of each prompt's own end."""
@@ -92,10 +84,6 @@ PLANS = {
     "disk, prefetch 3": ["zero_inference:parameters=nvme,prefetch=3"],
     "disk, no prefetch": ["zero_inference:parameters=nvme,prefetch=0"],
 }
-PROCESS = 500 << 20
-"""What Python, PyTorch and transformers take themselves."""
-CODED = "ridgeline, 8 bits"
-GROUP = Path("/sys/fs/cgroup/memory/ridgeline-benchmark")
 
 
 def experiment(checkpoint: str, plan: list[str], batch: int, cluster: Cluster | None = None) -> Experiment:
@@ -326,29 +314,6 @@ def generate(e: Experiment, ids: torch.Tensor) -> dict[str, Any]:
     return {"seconds": times, "tokens": tokens, "rss_peak_bytes": process_memory()["rss_peak"]}
 
 
-def confined(command: list[str], job: dict[str, Any], limit: int) -> dict[str, Any]:
-    """The last line of a command's output, run with no more than ``limit`` bytes, page cache included."""
-    GROUP.mkdir(exist_ok=True)
-    (GROUP / "memory.limit_in_bytes").write_text(str(limit))
-    script = f'echo $$ > {GROUP}/cgroup.procs && exec "$@"'
-    p = subprocess.run(["bash", "-c", script, "worker", *command], input=json.dumps(job), text=True,
-                       capture_output=True, check=False)  # fmt: skip
-    if p.returncode == -signal.SIGKILL:
-        raise MemoryError
-    if p.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {p.returncode}: {p.stderr[-800:]}")
-    found: dict[str, Any] = json.loads(p.stdout.strip().splitlines()[-1])
-    return found
-
-
-def forget(checkpoint: str) -> None:
-    """Drop the files from the page cache: what another process read there, a cgroup would not be charged for."""
-    for file in (*Path(checkpoint).glob("*.safetensors"), *Path(checkpoint).glob("*.gguf")):
-        with file.open("rb") as f:
-            os.fsync(f.fileno())
-            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def vocabulary(file: Path, size: int = MODEL.vocab_size) -> None:
     """A byte-level BPE tokenizer of ``size`` tokens, of Python's modules."""
     tokenizer = Tokenizer(models.BPE())
@@ -359,139 +324,6 @@ def vocabulary(file: Path, size: int = MODEL.vocab_size) -> None:
     tokenizer.train([str(p) for p in sorted(Path(argparse.__file__).parent.glob("[a-h]*.py"))], trainer)
     assert tokenizer.get_vocab_size() == size
     tokenizer.save(str(file))
-
-
-def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str, deepspeed: str) -> dict[str, Any]:
-    """Ours and others in turns, each in a cgroup with a quarter of the checkpoint beside its process."""
-    size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
-    limit = size // 4 + PROCESS
-    here = Path(__file__)
-    job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "folder": folder,
-           "output_len": OUTPUT, "gguf": f"{checkpoint}/fp32.gguf",
-           "plan": ["zero_inference:parameters=nvme"]}  # fmt: skip
-    small = f"{checkpoint}-8bits"
-    contestants = {
-        "ridgeline": [sys.executable, str(here), "--worker"],
-        CODED: [sys.executable, str(here), "--worker"],
-        "accelerate": [sys.executable, str(here.parent / "peers" / "accelerate_worker.py")],
-    }
-    if deepspeed:
-        zero = [deepspeed, str(here.parent / "peers" / "deepspeed_worker.py")]
-        subprocess.run([*zero, "--build"], check=True, capture_output=True)
-        contestants["deepspeed"] = zero
-    rows = []
-    for batch in (1, 32):
-        some = dict(contestants)
-        if llama_cpp and batch == 1:
-            some["llama.cpp"] = [llama_cpp, str(here.parent / "peers" / "llama_cpp_worker.py")]
-        steps: dict[str, list[float]] = {name: [] for name in some}
-        answers: dict[str, Any] = {}
-        versions: dict[str, str] = {}
-        for _ in range(rounds):
-            for name, command in some.items():
-                mine = small if name == CODED else checkpoint
-                forget(mine)
-                found = confined(command, {**job, "checkpoint": mine, "prompt": prompt(batch).tolist()}, limit)
-                steps[name] += found["seconds"][1:]
-                known = answers.setdefault("tokens", found["tokens"])
-                if name == CODED:
-                    same = [a == b for a, b in zip(chain(*known), chain(*found["tokens"]), strict=True)]
-                    answers["same"] = statistics.fmean(same)
-                else:
-                    assert known == found["tokens"], f"{name}: other tokens"
-                versions |= {name: found["version"]} if "version" in found else {}
-        medians = {name: statistics.median(v) for name, v in steps.items()}
-        rows.append({"batch": batch, "versions": versions, "step_s": medians,
-                     "spread": {n: statistics.pstdev(v) / medians[n] for n, v in steps.items()},
-                     "ratio": {n: medians[n] / medians["ridgeline"] for n in some},
-                     "ratio_8_bits": {n: medians[n] / medians[CODED] for n in some},
-                     "same_tokens_8_bits": answers["same"]})  # fmt: skip
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return {"limit_bytes": limit, "checkpoint_bytes": size, "rows": rows}
-
-
-def steady(seconds: list[float]) -> float:
-    """Seconds of a generation in which every step after the prefill takes what the median one takes."""
-    return seconds[0] + (len(seconds) - 1) * statistics.median(seconds[1:])
-
-
-def many(checkpoint: str, folder: str, flexgen: str) -> dict[str, Any]:
-    """Seconds for MANY sequences within a quarter of the checkpoint's size beside the process."""
-    size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
-    limit = size // 4 + PROCESS
-    here = Path(__file__)
-    count, length, new = MANY
-    prompts = torch.randint(WIDE.vocab_size, (count, length), generator=torch.Generator().manual_seed(2)).tolist()
-    local, room = catalog.cluster("local"), size / 4
-    host = Host(name="staging", cores=os.cpu_count() or 1, memory_bytes=room / 4,
-                memory_bandwidth=local.device.memory_bandwidth)  # fmt: skip
-    disk = file_rate(next(Path(checkpoint).glob("*.safetensors")))
-    device = local.device.model_copy(update={"memory_bytes": room * 3 / 4, "host": host, "disk": disk})
-    w = {"kind": "generate", "checkpoint": checkpoint, "batch_size": count, "prompt_len": length, "output_len": new}
-    cluster = local.model_copy(update={"device": device})
-    e = experiments.make(checkpoint, cluster, w, ["flash_attention", "flexgen:overlap=true"])
-    job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "folder": folder,
-           "output_len": new, "plan": e.plan.strings()}  # fmt: skip
-    forget(checkpoint)
-    ours = confined([sys.executable, str(here), "--worker"], {**job, "prompt": prompts}, limit)
-    out = {"model": WIDE.name, "checkpoint_bytes": size, "limit_bytes": limit, "sequences": count, "prompt": length,
-           "output": new, "plan": e.plan.strings(), "predicted_s": predict(e).metrics["e2e_s"].value,
-           "seconds": {"ridgeline": steady(ours["seconds"])}, "same_answers": {}, "versions": {}}  # fmt: skip
-    answers = {"accelerate": _accelerate(job, prompts, limit)}
-    if flexgen:
-        answers["flexgen"] = _flexgen(flexgen, job, prompts, limit)
-    for name, found in answers.items():
-        out["seconds"][name], out["versions"][name] = found["total"], found["version"]
-        pairs = zip(zip(*found["tokens"], strict=True), zip(*ours["tokens"], strict=True), strict=True)
-        out["same_answers"][name] = sum(a == b for a, b in pairs)
-        out[name] = found["setting"]
-    out["ratio"] = {name: s / out["seconds"]["ridgeline"] for name, s in out["seconds"].items()}
-    print(json.dumps(out), file=sys.stderr, flush=True)
-    return out
-
-
-def _accelerate(job: dict[str, Any], prompts: list[list[int]], limit: int) -> dict[str, Any]:
-    """All answers, with the largest batch that is not killed."""
-    command = [sys.executable, str(Path(__file__).parent / "peers" / "accelerate_worker.py")]
-    for batch in (64, 32, 16, 8, 4):
-        forget(job["checkpoint"])
-        try:
-            confined(command, {**job, "prompt": prompts[:batch], "output_len": 2}, limit)
-        except MemoryError:
-            continue
-        break
-    out: dict[str, Any] = {"total": 0.0, "tokens": [[] for _ in range(job["output_len"])], "setting": batch}
-    for first in range(0, len(prompts), batch):
-        forget(job["checkpoint"])
-        found = confined(command, {**job, "prompt": prompts[first : first + batch]}, limit)
-        out["total"] += steady(found["seconds"])
-        out["tokens"] = [a + b for a, b in zip(out["tokens"], found["tokens"], strict=True)]
-    return {**out, "version": found["version"]}
-
-
-def _flexgen(python: str, job: dict[str, Any], prompts: list[list[int]], limit: int) -> dict[str, Any]:
-    """All answers, with the policy that is the fastest in a short trial of those that are not killed."""
-    command = [python, str(Path(__file__).parent / "peers" / "flexgen_worker.py")]
-
-    def run(batch: list[int], percent: list[int], new: int) -> dict[str, Any]:
-        forget(job["checkpoint"])
-        more = {"prompt": prompts, "batch": batch, "percent": percent, "output_len": new}
-        try:
-            return confined(command, {**job, **more}, limit)
-        finally:
-            shutil.rmtree(Path(job["folder"]) / "disk", ignore_errors=True)
-
-    subprocess.run(command, input=json.dumps({**job, "convert": True}), text=True, check=True, capture_output=True)
-    trials = []
-    for batch, percent in POLICIES:
-        try:
-            trials.append((steady(run(batch, percent, 4)["seconds"]), batch, percent))
-        except MemoryError:
-            continue
-    _, batch, percent = min(trials)
-    found = run(batch, percent, job["output_len"])
-    setting = {"batch": batch, "percent": percent, "trials": trials}
-    return {**found, "total": steady(found["seconds"]), "setting": setting}
 
 
 def worker() -> None:
@@ -545,11 +377,15 @@ def main() -> None:
             subprocess.run([*compress, "--out", f"{checkpoint}-8bits"], check=True, capture_output=True)
             if args.llama_cpp:
                 write_gguf(Path(checkpoint), Path(checkpoint) / "fp32.gguf")
+            from beyond_memory_peers import peers
+
             out["peers"] = peers(checkpoint, str(Path(where) / "offload"), args.rounds, args.llama_cpp,
                                  args.deepspeed)  # fmt: skip
         if "many" in args.only:
             shutil.rmtree(checkpoint)
             save_checkpoint(build(WIDE, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=5e8)
+            from beyond_memory_peers import many
+
             out["many"] = many(checkpoint, str(Path(where) / "offload"), args.flexgen)
     finally:
         shutil.rmtree(where)

@@ -7,7 +7,9 @@ serving are with what is inferred of the load generators, and in lines that end 
 Engines left out: the rows of an engine predicted with its mechanisms and another engine's seconds, as for an engine
 that nobody has measured. Intervals: the share of rows inside the 95 % interval that their prediction states, its mean
 width, and both with the constant behind it set without the judged engine. The constants of `predict/interval.py` are
-fitted here: each is the least with which 95 % of its rows are inside, every engine counting as much as any other.
+fitted here: each is the least, in steps of 0.01, with which 95 % of its rows are inside, every engine counting as much
+as any other; those of engines left out hold 95 % of every engine with 20 rows or more as well. Where the load is
+inferred, the interval is without what an unknown load adds.
 """
 
 import argparse
@@ -30,11 +32,11 @@ from ridgeline.validate import serving_rows as serving
 from ridgeline.validate.csv_table import BadCell, read_table
 
 
-def judge(path, schema):
+def judge(rows, schema):
     """{(regime, quantity): signed errors}, the number of rows that could not be judged, and (engine, case) of the
     others."""
     errors, skipped, seen, judged = defaultdict(list), 0, set(), []
-    for row in read_table(path):
+    for row in rows:
         key = tuple(row.cells.get(c, "") for c in (*schema.REQUIRED, "backend", "precision", "pp", "ep"))
         if key in seen:  # repetitions of one configuration count once
             continue
@@ -80,14 +82,24 @@ SECONDS = ("dispatch_s", "iteration_s", "schedule_s", "sequence_s", "layer_s", "
 OTHERS = {"vllm": "trtllm", "trtllm": "vllm"}
 
 
-def left_out(path):
+def contained(rows):
+    """Rows of vLLM of 2023 without their ``backend``, for which validate then takes the container that the source's
+    scripts start."""
+    return [
+        replace(row, cells=row.cells | {"backend": ""})
+        for row in rows
+        if row.text("backend", "") == generation.ENGINE and row.text("source", "").startswith(generation.CONTAINED)
+    ]
+
+
+def left_out(rows):
     """As :func:`judge`, with the seconds of each engine from the other one."""
     own = dict(ENGINES)
     for name, other in OTHERS.items():
         others = {field: getattr(own[other], field) for field in SECONDS}
         ENGINES[name] = replace(own[name], fitted_on=(), **others)
     try:
-        return judge(path, serving)
+        return judge(rows, serving)
     finally:
         ENGINES.update(own)
 
@@ -105,13 +117,14 @@ def shipped():
 
 
 def spread(case, constants):
-    """The 68 % error that a case would state with other constants: of what its prediction states, only what they say
-    changes."""
+    """The 68 % error that a case would state with other constants, and with its load known where it is inferred: of
+    what its prediction states, only these change."""
     known, first, task = case.known, first_token(case), task_of(case)
     rest = case.spread**2 - sum(x * x for x in interval.causes(task, first, known).values())
     own = 0.0 if known.validated else interval.UNVALIDATED
     if first:
-        own = math.hypot(own, constants["FIRST"][task], constants["LOAD"] * known.waiting)
+        waiting = known.waiting if case.group.endswith(serving.ALONE) else 0.0
+        own = math.hypot(own, constants["FIRST"][task], constants["LOAD"] * waiting)
     if not known.engine:
         own = math.hypot(own, constants["ENGINE"]["first" if first else "token"])
     return math.sqrt(rest + own * own)
@@ -130,19 +143,27 @@ def changed(constants, name, value):
     return constants | {outer: constants[outer] | {inner: value} if inner else value}
 
 
+MANY = 20
+"""Rows of an engine from which on its own share inside counts."""
+
+
+def enough(groups, constants, each):
+    """Whether 95 % of the rows are inside, all groups of equal weight; with ``each``, of every larger group too."""
+    shares = [inside(g, constants)[0] for g in groups]
+    large = [s for g, s in zip(groups, shares, strict=True) if each and len(g) >= MANY]
+    return min(statistics.fmean(shares), *large, 1.0) >= 0.95
+
+
 def least(groups, name, constants):
-    """The value of a constant with which 95 % of the rows are inside, all groups of equal weight."""
-    low, high = 0.0, 3.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        enough = statistics.fmean(inside(g, changed(constants, name, middle))[0] for g in groups) >= 0.95
-        low, high = (low, middle) if enough else (middle, high)
-    return high
+    """The least value of a constant, in steps of 0.01, with which enough rows are inside."""
+    each = name.startswith("ENGINE")
+    values = (step / 100 for step in range(1000))
+    return next(v for v in values if enough(groups, changed(constants, name, v), each))
 
 
 def interval_classes(fixed, served, foreign):
     """{(what is judged, the constant behind it): {engine: cases}}, in the order in which constants are fitted: each
-    given those before it."""
+    given those before it, none of which depends on it."""
     classes = defaultdict(lambda: defaultdict(list))
     for engine, case in fixed:
         if case.known.engine and first_token(case):
@@ -173,7 +194,7 @@ def intervals(fixed, served, foreign):
     for (what, constant), groups in interval_classes(fixed, served, foreign).items():
         if constant:
             best = least([*groups.values()], constant, fit)
-            fit = changed(fit, constant, round(best, 2))
+            fit = changed(fit, constant, best)
             outer, _, inner = constant.partition(" ")
             fitted[constant] = {"shipped": now[outer][inner] if inner else now[outer], "fitted": best}
         for engine, cases in groups.items():
@@ -231,13 +252,17 @@ def main():
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report, judged = {}, {}
+    rows = {}
     for name, schema in (("generation", generation), ("generation_engines", generation), ("serving", serving)):
         path = args.data / f"{name}.csv"
         if not path.is_file():
             sys.exit(f"no {path.name} in {args.data}")
-        errors, skipped, judged[name] = judge(path, schema)
+        rows[name] = list(read_table(path))
+        errors, skipped, judged[name] = judge(rows[name], schema)
         report[name] = table(path.name, errors, skipped)
-    errors, skipped, foreign = left_out(args.data / "serving.csv")
+    errors, skipped, _ = judge(contained(rows["generation_engines"]), generation)
+    report["generation_engines, in containers"] = table("generation_engines.csv, in containers", errors, skipped)
+    errors, skipped, foreign = left_out(rows["serving"])
     report["serving, engines left out"] = table("serving.csv, engines left out", errors, skipped)
     fixed = [*judged["generation"], *judged["generation_engines"]]
     report["intervals"], report["interval_constants"] = intervals(fixed, judged["serving"], foreign)

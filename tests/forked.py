@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class Fork:
         handle, self.log = tempfile.mkstemp(prefix="fork-")
         """What it writes to standard error."""
         os.close(handle)
+        weakref.finalize(self, os.unlink, self.log)
         here = (dict(os.environ), os.getcwd(), sys.path[:], self.log)
         call = (function.__module__, function.__qualname__, arguments)
         self.process = forks().Process(target=_run, args=(theirs, here, call), daemon=True)

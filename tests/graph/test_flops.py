@@ -101,20 +101,11 @@ def test_recompute_with_flash_attention(spec, twins):
     assert_equal_flops(twins(spec, ["recompute", "flash_attention"]))
 
 
-TARGETS = [
-    "q_proj+v_proj",
-    "k_proj",
-    "o_proj",
-    "q_proj+k_proj+v_proj+o_proj",
-    "down_proj",
-    "up_proj",
-    "v_proj+up_proj",
-    "all-linear",
-    "layers.1.attention.*",
-]
+TARGETS = ["q_proj+v_proj", "o_proj", "down_proj", "all-linear", "layers.1.attention.*"]
+MORE_TARGETS = ["k_proj", "q_proj+k_proj+v_proj+o_proj", "up_proj", "v_proj+up_proj"]
 
 
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("targets", [*TARGETS, *(pytest.param(t, marks=pytest.mark.nightly) for t in MORE_TARGETS)])
 @pytest.mark.parametrize(
     "others",
     [[], *(pytest.param(p, marks=pytest.mark.nightly) for p in (["flash_attention"], ["rtn", "recompute"]))],

@@ -95,9 +95,9 @@ def test_validate_judges_the_interval_that_predict_states(schema, cells, why):
 
 
 def test_constants_are_those_that_the_benchmark_fits():
-    """The least with which 95 % of the rows are inside, to two places."""
+    """The least, to two places, with which 95 % of the rows are inside."""
     found = json.loads((RESULTS / "predict_inference.json").read_text())["interval_constants"]
     for name, both in found.items():
         outer, _, inner = name.partition(" ")
         value = getattr(interval, outer)
-        assert (value[inner] if inner else value) == round(both["fitted"], 2), name
+        assert (value[inner] if inner else value) == both["fitted"], name

@@ -44,21 +44,21 @@ def burst(model, on, engine):
 
 
 def sizes_apart(on):
-    """(throughput of 7B over that of 70B, the factor of the ratio's interval either way)."""
-    small, large = (burst(m, on, "lightllm") for m in ("llama2-7b", "llama2-70b"))
-    factor = large.metrics["tokens_per_s"].high / metric(large, "tokens_per_s")
-    return metric(small, "tokens_per_s") / metric(large, "tokens_per_s"), factor
+    """Throughput of 7B over that of 70B."""
+    small, large = (metric(burst(m, on, "lightllm"), "tokens_per_s") for m in ("llama2-7b", "llama2-70b"))
+    return small / large
 
 
 def test_without_peer_access_70b_falls_behind_7b_further():
     """arXiv:2311.03687, section 6.2: on RTX 4090 with P2P disabled, not on A800."""
-    assert sizes_apart("8xrtx4090-xeon-6230")[0] > 1.5 * sizes_apart("8xa800-80g")[0]
+    assert sizes_apart("8xrtx4090-xeon-6230") > sizes_apart("8xa800-80g")
 
 
-@pytest.mark.xfail(strict=True, reason="reported 13 times slower, predicted 5.3, and 9.2 at the interval's end")
+@pytest.mark.xfail(strict=True, reason="reported up to 13 times slower, predicted 5.3 times")
 def test_without_peer_access_70b_serves_13_times_slower_than_7b():
-    slower, factor = sizes_apart("8xrtx4090-xeon-6230")
-    assert slower / factor <= 13 <= slower * factor
+    """Within the bounds of the study of the paper, studies/dissecting.toml; an interval of engines without measurements
+    is wide enough for anything."""
+    assert 10 <= sizes_apart("8xrtx4090-xeon-6230") <= 16
 
 
 @pytest.mark.parametrize("other", ["vllm-2023", "tgi-1"])

@@ -13,13 +13,23 @@ from ridgeline.spec.sizes import parse_size, say_size
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("200MB", 200_000_000), ("1.5 GiB", 3 * 2**29), ("4096", 4096), (7, 7), (2e9, 2_000_000_000), ("2gb", 2 * 10**9)],
+    [
+        ("200MB", 200_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        ("4096", 4096),
+        (7, 7),
+        (2**60 + 1, 2**60 + 1),
+        (2e9, 2_000_000_000),
+        ("2gb", 2 * 10**9),
+    ],
 )
 def test_sizes_as_people_write_them(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MB", "12 parsecs", "-3MB", "1e400GB", float("inf"), None, True, [1]])
+@pytest.mark.parametrize(
+    "text", ["", "MB", "12 parsecs", "-3MB", "1e400GB", float("inf"), float("nan"), 10**400, None, True, [1]]
+)
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="200MB"):
         parse_size(text)

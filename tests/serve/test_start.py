@@ -8,7 +8,8 @@ import pytest
 import torch
 from tests.compressing import LLAMA, checkpoint
 
-from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.nn.quant.packed_model import load_packed, pack_head
+from ridgeline.runtime.solve.grid import Affine
 from ridgeline.serve import build_engine
 from ridgeline.serve.build_engine import default_dtype, load_engine
 from ridgeline.spec.errors import UserError
@@ -28,6 +29,10 @@ def test_mapped_weights_are_those_that_are_read(tmp_path):
     read, mapped = (load_packed(source, torch.bfloat16, mapped=m) for m in (False, True))
     assert read.mapped_bytes == 0
     assert mapped.mapped_bytes == sum(p.nbytes for p in mapped.parameters())
+    coded = load_packed(source, torch.bfloat16, mapped=True)
+    weight = coded.head.out.weight.detach()
+    pack_head(coded, Affine(8).fit(weight.float()).pack(weight.float()), torch.device("cpu"))
+    assert coded.mapped_bytes == mapped.mapped_bytes - weight.nbytes
     for (name, a), b in zip(read.named_parameters(), mapped.parameters(), strict=True):
         assert torch.equal(a, b), name
     with torch.no_grad():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.nn.test_packed_model import SPEC, write
 
+from ridgeline import catalog, experiments
 from ridgeline.nn.kernels import native
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.packed_linear import PackedLinear
@@ -13,9 +14,10 @@ from ridgeline.runtime.build import Build
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.plan import Plan
-from ridgeline.spec.workload import Generate, Pretrain
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.workload import Compress, Generate, Pretrain
+from ridgeline.techniques.quantization.weight_only import WeightOnly
+from ridgeline.techniques.registry import check, normalize, registry
 
 CPU = Device(name="cpu", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=1e10, memory_bandwidth=1e10)
 WIDE = SPEC.model_copy(update={"hidden_size": 128, "head_dim": 32, "intermediate_size": 256})
@@ -93,11 +95,37 @@ def test_heads_that_cannot_be_quantized_are_refused(spec, options, says):
         check(normalize(generation(spec, f"rtn:{options}")))
 
 
-def test_a_head_stays_dense_where_it_is_trained_or_stored():
+QUANTIZERS = sorted(n for n, t in registry().items() if issubclass(t, WeightOnly) and "head_bits" in t.model_fields)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_head_stays_dense_where_it_is_stored(name):
+    w, spec = Compress(checkpoint="m"), WIDE.model_copy(update={"max_positions": 4096})
+    options = {**registry()[name].card.example, "head_bits": 8}
+    plan = Plan(calls=(Call(name=name, options=options),))
+    with pytest.raises(Incompatible, match="stays dense in task compress"):
+        check(Experiment(model=spec, cluster=Cluster(device=CPU), workload=w, plan=plan))
+
+
+def test_a_head_stays_dense_where_it_is_trained():
     w = Pretrain(seq_len=32, batch_size=1)
     e = Experiment(model=WIDE, cluster=Cluster(device=CPU), workload=w, plan=Plan.parse(["lora", "rtn:head_bits=8"]))
     with pytest.raises(Incompatible, match="stays dense in task pretrain"):
         check(normalize(e))
+
+
+def test_a_tied_heads_codes_are_divided_with_its_words():
+    """Over two ranks both the table and the codes of a head are halves, as an untied head is."""
+    held = {}
+    for tied in (False, True):
+        for ranks, more in ((1, ()), (2, ("tensor_parallel:degree=2",))):
+            model = catalog.model("llama3.2-1b").changed(name="m", tie_embeddings=tied)
+            w = {"kind": "generate", "prompt_len": 8, "output_len": 4}
+            e = experiments.make(model, f"{ranks}xh100-sxm", w, ["rtn:bits=8,head_bits=8", *more])
+            held[tied, ranks] = {m.category: m.bytes for m in predict(e).memory}["parameters"]
+    assert held[True, 1] == pytest.approx(held[False, 1], rel=1e-3)  # a table and codes both ways
+    assert held[True, 2] == pytest.approx(held[False, 2], rel=1e-3)
+    assert held[True, 2] < 0.51 * held[True, 1]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -333,11 +333,14 @@ def test_a_placement_within_its_limits(deep):
     )
 
 
-def test_nothing_fits(deep):
+def test_nothing_fits(deep, tmp_path):
     catalog.allow_unprobed()
     with pytest.raises(UserError, match="does not fit into") as e:
         place(deep, [], MemoryLimits(device=10_000, host=10_000))
     assert "--disk PATH" in e.value.fix
+    with pytest.raises(UserError, match="there is no folder"):  # and none is made of a name that was mistyped
+        place(deep, [], MemoryLimits(device=10_000, disk=tmp_path / "mistyped"))
+    assert not (tmp_path / "mistyped").exists()
     with pytest.raises(UserError, match="does not fit into") as e:
         place(deep, [], MemoryLimits(device=1_000_000))
     enough = parse_size(re.search(r"give (\S+ \w+) of device memory", e.value.fix)[1])
@@ -359,7 +362,7 @@ def test_generate_within_a_device_memory(deep, tmp_path, capfd):
     want = capfd.readouterr().out
     size = sum(f.stat().st_size for f in deep.glob("*.safetensors"))
     for more in (["--device-memory", str(size)], ["--device-memory", str(size), "--host-memory", "1kB",
-                                                "--disk", str(tmp_path / "scratch")]):  # fmt: skip
+                                                "--disk", str(tmp_path)]):  # fmt: skip
         app([*args, *more], standalone_mode=False)
         got = capfd.readouterr()
         assert got.out == want

@@ -94,7 +94,8 @@ def test_containers_without_shared_memory_wait_for_every_worker():
     """Ray's workers are sent an iteration one by one; a model on one card has none."""
     container = "mlc-ai/llm-perf-bench README.md"
     assert generation.experiment(row(GENERATION, source=container)).workload.engine == "vllm-2023-docker"
-    assert generation.experiment(row(GENERATION, source=container, backend="mlc")).workload.engine == "mlc"
+    for name in ("mlc", "vllm-2023"):
+        assert generation.experiment(row(GENERATION, source=container, backend=name)).workload.engine == name
     each = ENGINES["vllm-2023-docker"].worker_s
     for tp in (1, 2, 4):
         plain, contained = (generation.cases(row(GENERATION, tp=tp, source=s))[1] for s in ("", container))

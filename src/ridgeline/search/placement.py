@@ -113,6 +113,10 @@ def place(
     All weights on the device are tried, and each technique that decides where weights rest with its choices. Raises
     :class:`UserError` where nothing fits, with what is missing.
     """
+    if limits.disk is not None and not limits.disk.is_dir():
+        raise UserError(
+            f"there is no folder {limits.disk}, in which layers may rest", "create it, or give another --disk"
+        )
     cluster = _limited(catalog.cluster("local"), checkpoint, limits)
     model = catalog.model(str(checkpoint))
     longest = min(int(workload.get("max_model_len") or model.max_positions), model.max_positions)  # type: ignore[call-overload]

@@ -13,19 +13,21 @@ UNITS = {"": 1, "B": 1} | {
     for unit, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
+MOST = 2**63
+"""Bytes that no machine has."""
 _WRITTEN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(value: Any) -> int:
     """Bytes of ``200MB``, ``1.5 GiB``, ``4096`` or a number. Raises :class:`ValueError` for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        size = float(value)
+        size = value
     else:
         found = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
         units = {name.lower(): factor for name, factor in UNITS.items()}
         known = found is not None and found[2].lower() in units
         size = float(found[1]) * units[found[2].lower()] if found and known else math.nan
-    if not math.isfinite(size):
+    if not -MOST <= size <= MOST:  # nor not a number
         raise ValueError("write a size such as 200MB, 2GB or 1.5GiB")
     return int(size)
 

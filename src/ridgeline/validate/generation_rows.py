@@ -29,13 +29,14 @@ ENGINE = "vllm-2023"
 
 
 CONTAINED = "mlc-ai/llm-perf-bench"
-"""Source of rows whose engines ran in containers with Docker's 64 MB of shared memory (its docker/bash.sh)."""
+"""Source of published rows whose script, docker/bash.sh, starts containers with Docker's default of 64 MB of shared
+memory. That this is why its vLLM is slower than elsewhere is an inference."""
 
 
 def engine_behind(row: CsvRow) -> str:
-    """The engine that a row was measured with."""
-    name = row.text("backend", ENGINE)
-    return f"{name}-docker" if name == ENGINE and row.text("source", "").startswith(CONTAINED) else name
+    """The engine that a row was measured with: its ``backend``, or where that is empty what its source is known for."""
+    contained = row.text("source", "").startswith(CONTAINED)
+    return row.text("backend", f"{ENGINE}-docker" if contained else ENGINE)
 
 
 def experiment(row: CsvRow) -> Experiment:

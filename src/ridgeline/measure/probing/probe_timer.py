@@ -150,9 +150,10 @@ def affine(tiny: float, less: tuple[float, float], more: tuple[float, float]) ->
     What threads need to divide the work and to come up to speed is part of each call, but not of a tiny one.
     """
     (small, fast), (large, slow) = less, more
-    byte = (large - small) / max(slow - fast, 0.1 * slow)
-    latency = min(max(tiny, fast - small / byte), 0.9 * fast, 0.9 * slow)
-    return {"latency": latency, "flop_rate": 0.0, "byte_rate": large / (slow - latency), "source": "measured"}
+    latency = fast - small * (slow - fast) / (large - small)
+    latency = max(tiny, min(latency, 0.5 * fast))  # more is noise: what starts a product is not most of it
+    return {"latency": latency, "flop_rate": 0.0, "byte_rate": large / max(slow - latency, 0.5 * slow),
+            "source": "measured"}  # fmt: skip
 
 
 def rate(points: list[tuple[float, float, float]], source: str = "measured") -> dict[str, Any]:

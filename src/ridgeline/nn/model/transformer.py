@@ -258,9 +258,16 @@ class Transformer(nn.Module):
         """Creates the cache of a layer's keys and values; a technique may replace it by a smaller format."""
         self.complete: Callable[[str], None] = _nothing_left
         """Makes the quantized layers of the block of this name, where loading a checkpoint left that for later."""
-        self.mapped_bytes = 0
-        """Bytes of weights in mapped files, which the system counts as memory that is free."""
+        self.mapped: dict[str, int] = {}
+        """Names and bytes of parameters that were loaded as mapped files."""
         self.tie()
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of weights in mapped files, which the system counts as memory that is free; not of those that codes
+        have replaced since."""
+        held = dict(self.named_parameters())
+        return sum(size for name, size in self.mapped.items() if name in held)
 
     def tie(self) -> None:
         """Make a tied head share the embedding's parameter. Needed again after anything that replaces parameters."""

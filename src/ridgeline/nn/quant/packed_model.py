@@ -135,7 +135,8 @@ def load_packed(
             else:
                 whole = reader.read(name)
                 stays = mapped and whole.dtype == dtype and whole.is_contiguous()
-                model.mapped_bytes += whole.nbytes if stays else 0
+                if stays:
+                    model.mapped[name] = whole.nbytes
                 weight = whole if stays else torch.empty(empty.shape, dtype=dtype, device=device).copy_(whole)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=weight.is_floating_point()))
     model.tie()

@@ -194,7 +194,8 @@ ENGINES: dict[str, EngineCosts] = {
             dispatch_s=0.0, iteration_s=0.1e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
             prefill_share=0.80, request_s=0.0,
             max_num_seqs=1, max_num_batched_tokens=65536, chunked=False, mixes=False, reserves=True, shares=False,
-            gap_s=4e-6, one_shot=False, source="gap_s: the usual time of a launch; else assumptions",
+            gap_s=4e-6, one_shot=False,
+            source="gap_s: the usual time of a launch, set beside six rows of A100 PCIe; else assumptions",
         ),
         EngineCosts(
             "llama.cpp", "llama.cpp (May 2024), CUDA, without CUDA graphs and fused attention", False,

@@ -66,6 +66,9 @@ def predict_generation(e: Experiment, techniques: list[Technique], stages: int =
     for row in later:
         row.phase = "decode" if row.phase == "forward" else row.phase
     result.breakdown = rows + later
+    device = e.cluster.device
+    if engine is None and device.kind == "cpu" and device.rates and not device.decode_latency:
+        result.notes.append("the profile is of an earlier version, which did not time decode steps: `ridgeline probe`")
     return result
 
 

@@ -104,6 +104,10 @@ def _divide_linear(op: Op, column: bool, tail: str, by: int) -> Op:
     return op if part in whole else split_bytes(op, by)
 
 
+_OF_VOCABULARY = ("embed.tokens.weight", "head.out.weight", "head.out.bias", "head.out.codes")
+"""Parameters that are divided by words."""
+
+
 def is_partial(name: str, sequence: bool, joint: bool) -> bool:
     """Whether each rank's gradient of a parameter is partial: it saw only its heads, its experts' columns, or its
     tokens. ``joint``: norms over all heads are divided with them."""
@@ -115,7 +119,7 @@ def is_partial(name: str, sequence: bool, joint: bool) -> bool:
         return held or (sequence and layer in ROW and tail == "bias")
     if name.endswith((".experts.down_bias", "router.bias")):
         return True
-    if ".experts." in name or name in ("embed.tokens.weight", "head.out.weight", "head.out.bias"):
+    if ".experts." in name or name in _OF_VOCABULARY:
         return False
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return not joint
@@ -131,7 +135,7 @@ def _divide_param(p: Param, t: int, kv: int, joint: bool) -> None:
         if tail == ("lora_a" if column else "lora_b") or (tail in ("bias", "spans") and not column):
             by = 1
     elif (
-        p.name in ("embed.tokens.weight", "head.out.weight", "head.out.bias")
+        p.name in _OF_VOCABULARY
         or p.name.endswith(".sinks")
         or p.name.endswith((".experts.gate_bias", ".experts.up_bias"))
     ):

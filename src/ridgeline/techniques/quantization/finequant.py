@@ -48,7 +48,9 @@ class FineQuant(WeightOnly):
 
     def check(self, e: Experiment) -> None:
         """Without weights, assume that rows are divided into the smallest groups."""
-        if e.task != "compress":
+        if e.task == "compress":
+            self.check_head(e)
+        else:
             super().check(e)
 
     def compress(self, run: CompressBuild) -> None:

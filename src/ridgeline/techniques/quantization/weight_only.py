@@ -60,17 +60,18 @@ class WeightOnly(Technique):
         """Groups must divide the rows."""
         self.needs(self.expert_bits is None or e.model.num_experts > 0, f"{e.model.name} has no experts",
                    "leave out expert_bits")  # fmt: skip
-        self._check_head(e)
+        self.check_head(e)
         for name, (_, width) in widths(e).items():
             if self.group_size:
                 self.needs(width % self.group_size == 0,
                            f"group_size {self.group_size} does not divide {name}'s input width {width}",
                            f"use a divisor of {width}, or 0 for whole rows")  # fmt: skip
 
-    def _check_head(self, e: Experiment) -> None:
+    def check_head(self, e: Experiment) -> None:
+        """A head is quantized where the model generates, and only one for the next token."""
         if self.head_bits is None:
             return
-        self.needs(isinstance(e.workload, (Generate, Serve)), f"a head stays dense in task {e.workload.kind}",
+        self.needs(e.task in ("generate", "serve"), f"a head stays dense in task {e.task}",
                    "leave out head_bits, and give it to generate or serve")  # fmt: skip
         self.needs(e.model.head == "lm", f"{e.model.name} has no head for the next token", "leave out head_bits")
         width = e.model.hidden_size
@@ -228,10 +229,11 @@ def packed(run: Build, t: WeightOnly, codes_dense: bool = False, mse: bool = Fal
         device = next(run.model.parameters()).device
         pack_layers(run.model, code, device)
     if t.head_bits is not None and run.model.head is not None:
-        weight = run.model.head.out.weight.detach()
-        wide = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float16
+        dense = run.model.head.out.weight.detach()
+        weight = dense.float()
+        wide = torch.bfloat16 if dense.dtype == torch.bfloat16 else torch.float16
         form = Affine(t.head_bits, t.group_size, t.symmetric, mse, wide)
-        pack_head(run.model, form.fit(weight.float()).pack(weight.float()), weight.device)
+        pack_head(run.model, form.fit(weight).pack(weight), dense.device)
 
 
 def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
