@@ -76,11 +76,17 @@ def test_a_code_of_a_weight_takes_few_instructions(hopper):
 
 
 def test_a_float8_code_takes_few_instructions(hopper):
-    """A thread's instructions for each number that it writes in both orders."""
-    both = only(hopper, "float8 both ways", "_encode_both")
-    assert both["instructions"] / (128 * 64 / (32 * both["warps"])) < 18
-    columns = only(hopper, "float8 by rows both ways", "_encode_columns")
-    assert columns["loop"] / (128 * 64 / (32 * columns["warps"])) < 9
+    """The kernels that write codes take at most half of their bytes' time to issue: a processor's share of 3350 GB/s is
+    14.5 bytes a cycle at 1.755 GHz, in which its schedulers issue an instruction for each of 128 threads."""
+
+    def most(moved):
+        """A thread's instructions for each number, of which ``moved`` bytes are read and written."""
+        return 0.5 * 4 * 32 * moved / (3350 / 132 / 1.755)
+
+    both = only(hopper, "float8 also transposed", "_encode_transposed")
+    assert both["instructions"] / (128 * 64 / (32 * both["warps"])) < most(2 + 2)  # 17.7
+    columns = only(hopper, "float8 by rows also transposed", "_encode_columns")
+    assert columns["loop"] / (128 * 64 / (32 * columns["warps"])) < most(2 + 1)  # 13.3
 
 
 def test_rows_and_heads_share_a_program(hopper):

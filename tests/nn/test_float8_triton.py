@@ -23,13 +23,13 @@ def both(t, dtype, held=None):
 def test_codes(dtype, given, shape):
     t = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(given) * 3
     # In the interpreter before the last rounding, in which it loses carries into the exponent.
-    (codes, scale, inverse), want, factor = both(t, dtype, None if DEVICE == "cuda" else torch.float32)
-    assert float(scale) == pytest.approx(float(factor), rel=1e-6)
-    assert float(inverse) == pytest.approx(1 / float(factor), rel=1e-6)
+    (codes, scale, inverse), want, expected = both(t, dtype, None if DEVICE == "cuda" else torch.float32)
+    assert float(scale) == pytest.approx(float(expected), rel=1e-6)
+    assert float(inverse) == pytest.approx(1 / float(expected), rel=1e-6)
     if DEVICE == "cuda":
         assert float((codes.double() != want.double()).double().mean()) < 1e-3  # for scales that differ in a last bit
     else:
-        torch.testing.assert_close(codes, t.float() * factor, rtol=1e-6, atol=0)
+        torch.testing.assert_close(codes, t.float() * expected, rtol=1e-6, atol=0)
         assert float(codes.abs().max()) <= codec.LARGEST[dtype]
 
 
@@ -41,48 +41,50 @@ def test_extremes():
     (codes, scale, _), _, _ = both(torch.zeros(5), codec.E4M3)
     assert float(scale) == 1
     assert codes.double().tolist() == [0.0] * 5
-    (_, scale, _), _, factor = both(torch.tensor([1e-38, -1e-38]), codec.E4M3)
-    assert float(scale) == float(factor) == 2.0**60
+    (_, scale, _), _, expected = both(torch.tensor([1e-38, -1e-38]), codec.E4M3)
+    assert float(scale) == float(expected) == 2.0**60
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 5), (130, 70), (257, 64)])
-def test_codes_in_both_orders(given, shape):
+def test_codes_also_transposed(given, shape):
     t = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(given)
     held = None if DEVICE == "cuda" else torch.float32
-    codes, turned, by = float8.encode_both(t.to(DEVICE), held or codec.E4M3, 448.0)
+    codes, transposed, inverse = float8.encode_transposed(t.to(DEVICE), held or codec.E4M3, 448.0)
     scale = codec.scale_for(codec.peak_of(t), codec.E4M3)
-    assert float(by) == pytest.approx(1 / float(scale), rel=1e-6)
-    assert torch.equal(codes.double(), turned.double().t())
+    assert float(inverse) == pytest.approx(1 / float(scale), rel=1e-6)
+    assert torch.equal(codes.double(), transposed.double().t())
     if held:
         torch.testing.assert_close(codes, t.float() * scale, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("turn", [True, False])
+@pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 5), (130, 70), (700, 64), (40, 1100)])
-def test_codes_with_a_power_of_two_for_each_row(shape, given, turn):
+def test_codes_with_a_power_of_two_for_each_row(shape, given, transpose):
     t = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(given)
     t *= torch.logspace(-3, 3, shape[0])[:, None] * torch.logspace(2, -2, shape[1])
     t[1], t[:, 2] = 0, 0
     held = None if DEVICE == "cuda" else torch.float32
-    found = float8.encode_rowwise(t.to(DEVICE), held or codec.E4M3, 448.0, turn)
-    want = codec.layouts(t, codec.E4M3, rowwise=True, turn=turn)
-    for codes, by, right, exact in ((*found[:2], want.by, t), (*found[2:], want.turned_by, t.t())):
+    found = float8.encode_rowwise(t.to(DEVICE), held or codec.E4M3, 448.0, transpose)
+    want = codec.layouts(t, codec.E4M3, rowwise=True, transpose=transpose)
+    straight = *found[:2], want.inverse_scale, t
+    across = *found[2:], want.transposed_inverse_scale, t.t()
+    for codes, inverse, right, exact in (straight, across):
         if codes is None:
-            assert not turn
+            assert not transpose
             continue
-        assert torch.equal(by.cpu(), right)  # powers of two
+        assert torch.equal(inverse.cpu(), right)  # powers of two
         if held:
             assert torch.equal(codes, exact.float() / right)
     if held is None:
         assert torch.equal(found[0].cpu().double(), want.rows.double())
-        assert not turn or torch.equal(found[2].cpu().double(), want.turned.double())
+        assert not transpose or torch.equal(found[2].cpu().double(), want.transposed.double())
 
 
 def test_a_row_that_overflows_is_alone():
     t = torch.ones(4, 6)
     t[2, 3] = math.inf
-    _, by, _, turned_by = float8.encode_rowwise(t.to(DEVICE), torch.float32, 448.0, True)
-    assert by.flatten().isnan().tolist() == [False, False, True, False]
-    assert turned_by.flatten().isnan().tolist() == [False] * 3 + [True] + [False] * 2
+    _, inverse, _, transposed_inverse = float8.encode_rowwise(t.to(DEVICE), torch.float32, 448.0, True)
+    assert inverse.flatten().isnan().tolist() == [False, False, True, False]
+    assert transposed_inverse.flatten().isnan().tolist() == [False] * 3 + [True] + [False] * 2

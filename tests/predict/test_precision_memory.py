@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.training import MODEL, experiment, make_trainer, write_corpus
 
+from ridgeline.experiments import make
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn.kernels import native
 from ridgeline.predict import predict
@@ -66,3 +67,15 @@ def test_measured_memory_is_predicted(plan, micro, corpus):
     if "weights=low" in str(plan):
         assert predicted["parameters"] == pytest.approx(measured["parameters"], rel=0.05)
         assert predicted["gradients"] == pytest.approx(measured["gradients"], rel=0.05)
+
+
+def test_stages_hold_no_codes_of_weights():
+    """A stage would hold them once for each micro-batch in flight: more than the inputs save in fp8."""
+    work = {"kind": "pretrain", "seq_len": 2048, "batch_size": 64, "micro_batch_size": 2, "steps": 4}
+    plan = ["mixed_precision", "flash_attention", "fused_layers", "pipeline:degree=4"]
+    held = [
+        next(m.bytes for m in predict(make("llama2-7b", "8xh100-sxm", work, [*plan, *low])).memory
+             if m.category == "activations")
+        for low in ([], ["fp8"], ["fp8:scaling=rowwise"])
+    ]  # fmt: skip
+    assert held[1] == held[2] < held[0]

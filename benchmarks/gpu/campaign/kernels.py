@@ -93,7 +93,7 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
         found.append((label, op, partial(_paged, setting, op)))
     for (rows, width), rowwise in product(((16384, 4096), (4096, 14336)), (False, True)):
         moved = (8.0 if rowwise else 6.0) * rows * width
-        label = f"fp8 codes both ways{', by rows' if rowwise else ''}, {rows}x{width}"
+        label = f"fp8 codes, also transposed{', by rows' if rowwise else ''}, {rows}x{width}"
         found.append((label, _op("cast", moved, "bf16"), partial(_float8, setting, rows, width, rowwise)))
     ternary = Op("product", "", "gemm", flops=2.0 * 4096 * 4096, bytes=4096 * 4096 * 0.1, dtype="bf16",
                  shape=(1, 4096, 4096))  # fmt: skip
@@ -277,22 +277,22 @@ def _float8(setting: Setting, rows: int, width: int, rowwise: bool) -> Calls:
 
     def ours(x: Tensor) -> Tensor:  # the first call is checked
         codes = layouts(x, E4M3, rowwise)
-        assert codes.turned is not None
+        assert codes.transposed is not None
         if first[0]:
             first[0] = False
-            return codes.turned.float().mul_(codes.turned_by).t()
+            return codes.transposed.float().mul_(codes.transposed_inverse_scale).t()
         return codes.rows
 
     def plain(x: Tensor) -> Tensor:
-        factors = [scale_for(x.abs().amax(dim, True), E4M3) if rowwise else scale_for(peak_of(x), E4M3)
+        scales = [scale_for(x.abs().amax(dim, True), E4M3) if rowwise else scale_for(peak_of(x), E4M3)
                    for dim in ((1, 0) if rowwise else (0,))]  # fmt: skip
-        encode(x, factors[0], E4M3)
-        return encode(x, factors[-1], E4M3).t().contiguous()
+        encode(x, scales[0], E4M3)
+        return encode(x, scales[-1], E4M3).t().contiguous()
 
     def right() -> Tensor:  # by PyTorch's operators on the CPU
         codes = layouts(sets[0].cpu(), E4M3, rowwise)
-        assert codes.turned is not None
-        return codes.turned.float().mul_(codes.turned_by).t().to(setting.kind)
+        assert codes.transposed is not None
+        return codes.transposed.float().mul_(codes.transposed_inverse_scale).t().to(setting.kind)
 
     return Calls([partial(ours, x) for x in sets], [partial(plain, x) for x in sets], right)
 

@@ -34,7 +34,7 @@ def _peaks(x, peaks, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _factor(bits, LARGEST: tl.constexpr, POWER: tl.constexpr):
+def _scale(bits, LARGEST: tl.constexpr, POWER: tl.constexpr):
     """What brings magnitudes, given as bits, to ``LARGEST``; with ``POWER`` rounded down to a power of two."""
     peak = bits.to(tl.float32, bitcast=True)
     scale = tl.minimum(LARGEST / tl.where(bits > 0, peak, 1.0), 1152921504606846976.0)  # 2^60
@@ -45,7 +45,7 @@ def _factor(bits, LARGEST: tl.constexpr, POWER: tl.constexpr):
 
 
 @triton.jit
-def _low(value, scale, LARGEST: tl.constexpr):
+def _scaled(value, scale, LARGEST: tl.constexpr):
     """Values to be rounded to codes."""
     return tl.minimum(tl.maximum(value.to(tl.float32) * scale, -LARGEST), LARGEST)
 
@@ -59,37 +59,38 @@ def _magnitudes(value):
 def _encode(x, peaks, codes, scales, n, count, LARGEST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """``codes`` of x, and ``scales``: what values were multiplied by, and its inverse."""
     part = tl.arange(0, PARTS)
-    scale = _factor(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST, False)
+    scale = _scale(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST, False)
     if tl.program_id(0) == 0:
         tl.store(scales, scale)
         tl.store(scales + 1, 1.0 / scale)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = _low(tl.load(x + at, at < n, other=0.0), scale, LARGEST)
+    value = _scaled(tl.load(x + at, at < n, other=0.0), scale, LARGEST)
     tl.store(codes + at, value.to(codes.dtype.element_ty), at < n)
 
 
 @triton.jit
-def _encode_both(x, peaks, codes, turned, scales, rows, columns, count, LARGEST: tl.constexpr, PARTS: tl.constexpr,
-                 TALL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """The same of a tile of x [rows, columns], also transposed: ``turned`` [columns, rows]."""
+def _encode_transposed(x, peaks, codes, transposed, scales, rows, columns, count, LARGEST: tl.constexpr,
+                       PARTS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """The same of a tile of x [rows, columns], also transposed: ``transposed`` [columns, rows]."""
     part = tl.arange(0, PARTS)
-    scale = _factor(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST, False)
+    scale = _scale(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST, False)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(scales, scale)
         tl.store(scales + 1, 1.0 / scale)
     i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     j = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     at, inside = i[:, None] * columns + j[None, :], (i < rows)[:, None] & (j < columns)[None, :]
-    low = _low(tl.load(x + at, inside, other=0.0), scale, LARGEST).to(codes.dtype.element_ty)
-    tl.store(codes + at, low, inside)
-    tl.store(turned + j[:, None] * rows + i[None, :], tl.trans(low), (j < columns)[:, None] & (i < rows)[None, :])
+    code = _scaled(tl.load(x + at, inside, other=0.0), scale, LARGEST).to(codes.dtype.element_ty)
+    tl.store(codes + at, code, inside)
+    there = (j < columns)[:, None] & (i < rows)[None, :]
+    tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(code), there)
 
 
 @triton.jit
-def _encode_rows(x, codes, by, peaks, rows, columns, LARGEST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+def _encode_rows(x, codes, inverse, peaks, rows, columns, LARGEST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
                  COLUMNS: tl.constexpr):  # fmt: skip
-    """``codes`` of TALL rows, each with a factor of its own, and ``by`` [rows], the factors' inverses; with ``COLUMNS``
-    also the largest magnitude of each column among these rows: ``peaks`` [programs, columns]."""
+    """``codes`` of TALL rows, each with a scale of its own, and ``inverse`` [rows], the scales' inverses; with
+    ``COLUMNS`` also the largest magnitude of each column among these rows: ``peaks`` [programs, columns]."""
     block = tl.program_id(0).to(tl.int64)
     i = block * TALL + tl.arange(0, TALL)
     most = tl.zeros([TALL], tl.int32)
@@ -100,20 +101,20 @@ def _encode_rows(x, codes, by, peaks, rows, columns, LARGEST: tl.constexpr, TALL
         most = tl.maximum(most, tl.max(bits, 1))
         if COLUMNS:
             tl.store(peaks + block * columns + j, tl.max(bits, 0), j < columns)
-    scale = _factor(most, LARGEST, True)
-    tl.store(by + i, 1.0 / scale, i < rows)
+    scale = _scale(most, LARGEST, True)
+    tl.store(inverse + i, 1.0 / scale, i < rows)
     for start in range(0, columns, WIDE):
         j = start + tl.arange(0, WIDE)
         at, inside = i[:, None] * columns + j[None, :], (i < rows)[:, None] & (j < columns)[None, :]
-        low = _low(tl.load(x + at, inside, other=0.0), scale[:, None], LARGEST)
-        tl.store(codes + at, low.to(codes.dtype.element_ty), inside)
+        code = _scaled(tl.load(x + at, inside, other=0.0), scale[:, None], LARGEST)
+        tl.store(codes + at, code.to(codes.dtype.element_ty), inside)
 
 
 @triton.jit
-def _encode_columns(x, turned, by, peaks, rows, columns, count, LARGEST: tl.constexpr, PARTS: tl.constexpr,
+def _encode_columns(x, transposed, inverse, peaks, rows, columns, count, LARGEST: tl.constexpr, PARTS: tl.constexpr,
                     TALL: tl.constexpr, WIDE: tl.constexpr, TIMES: tl.constexpr):  # fmt: skip
-    """``turned`` [columns, rows]: codes of WIDE columns, each with a factor of its own, and ``by`` [columns], the
-    factors' inverses, from the ``count`` rows of ``peaks``."""
+    """``transposed`` [columns, rows]: codes of WIDE columns, each with a scale of its own, and ``inverse`` [columns],
+    the scales' inverses, from the ``count`` rows of ``peaks``."""
     j = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     most = tl.zeros([WIDE], tl.int32)
     for start in range(0, count, PARTS):
@@ -121,19 +122,19 @@ def _encode_columns(x, turned, by, peaks, rows, columns, count, LARGEST: tl.cons
         inside = (part < count)[:, None] & (j < columns)[None, :]
         bits = tl.load(peaks + part[:, None].to(tl.int64) * columns + j[None, :], inside, other=0)
         most = tl.maximum(most, tl.max(bits, 0))
-    scale = _factor(most, LARGEST, True)
+    scale = _scale(most, LARGEST, True)
     if tl.program_id(1) == 0:
-        tl.store(by + j, 1.0 / scale, j < columns)
+        tl.store(inverse + j, 1.0 / scale, j < columns)
     for step in range(TIMES):
         i = (tl.program_id(1).to(tl.int64) * TIMES + step) * TALL + tl.arange(0, TALL)
         inside = (i < rows)[:, None] & (j < columns)[None, :]
-        low = _low(tl.load(x + i[:, None] * columns + j[None, :], inside, other=0.0), scale[None, :], LARGEST)
-        tl.store(turned + j[:, None] * rows + i[None, :], tl.trans(low.to(turned.dtype.element_ty)),
+        code = _scaled(tl.load(x + i[:, None] * columns + j[None, :], inside, other=0.0), scale[None, :], LARGEST)
+        tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(code.to(transposed.dtype.element_ty)),
                  (j < columns)[:, None] & (i < rows)[None, :])  # fmt: skip
 
 
 def encode(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of ``x`` in ``dtype``, whose largest value is ``largest``; the factor that brings the largest magnitude of
+    """Codes of ``x`` in ``dtype``, whose largest value is ``largest``; the scale that brings the largest magnitude of
     ``x`` to that, and its inverse (fp32 scalars). As :func:`ridgeline.nn.quant.codec.quantize`."""
     x = x.contiguous()
     n = x.numel()
@@ -155,42 +156,42 @@ def _peaks_of(x: Tensor) -> Tensor:
     return peaks
 
 
-def encode_both(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of ``x`` [m, k], the same transposed [k, m], and what both are multiplied by (fp32 scalar)."""
+def encode_transposed(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of ``x`` [m, k], the same transposed [k, m], and the inverse of their scale (fp32 scalar)."""
     x = x.contiguous()
     rows, columns = x.shape
-    codes, turned = _pair(x, dtype)
+    codes, transposed = _pair(x, dtype)
     scales = torch.empty(2, dtype=torch.float32, device=x.device)
     peaks = _peaks_of(x)
     parts = len(peaks)
     grid = (triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
-    _encode_both[grid](x, peaks, codes, turned, scales, rows, columns, parts, largest, triton.next_power_of_2(parts),
-                       TALL, WIDE, num_warps=8)  # fmt: skip
-    return codes, turned, scales[1]
+    _encode_transposed[grid](x, peaks, codes, transposed, scales, rows, columns, parts, largest,
+                             triton.next_power_of_2(parts), TALL, WIDE, num_warps=8)  # fmt: skip
+    return codes, transposed, scales[1]
 
 
 def encode_rowwise(
-    x: Tensor, dtype: torch.dtype, largest: float, turn: bool
+    x: Tensor, dtype: torch.dtype, largest: float, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Codes of ``x`` [m, k] with a power of two for each row, and what rows are multiplied by [m, 1]; with ``turn``
-    also transposed codes [k, m] with one for each column, and what those are multiplied by [k, 1]."""
+    """Codes of ``x`` [m, k] with a power of two for each row, and the inverses of these scales [m, 1]; with
+    ``transpose`` also transposed codes [k, m] with one for each column, and the inverses of those [k, 1]."""
     x = x.contiguous()
     rows, columns = x.shape
-    codes, turned = _pair(x, dtype) if turn else (torch.empty(x.shape, dtype=dtype, device=x.device), None)
-    by, turned_by = (torch.empty(n, 1, dtype=torch.float32, device=x.device) for n in (rows, columns))
+    codes, transposed = _pair(x, dtype) if transpose else (torch.empty(x.shape, dtype=dtype, device=x.device), None)
+    inverse, transposed_inverse = (torch.empty(n, 1, dtype=torch.float32, device=x.device) for n in (rows, columns))
     tall = min(64, max(8, triton.next_power_of_2(rows // (2 * processors(x.device)))))
     blocks = triton.cdiv(rows, tall)
-    peaks = torch.empty((blocks, columns) if turn else (1, 1), dtype=torch.int32, device=x.device)
-    _encode_rows[(blocks,)](x, codes, by, peaks, rows, columns, largest, tall, BLOCK // tall, turn)
-    if turned is None:
-        return codes, by, None, None
+    peaks = torch.empty((blocks, columns) if transpose else (1, 1), dtype=torch.int32, device=x.device)
+    _encode_rows[(blocks,)](x, codes, inverse, peaks, rows, columns, largest, tall, BLOCK // tall, transpose)
+    if transposed is None:
+        return codes, inverse, None, None
     strips = triton.cdiv(columns, WIDE)
     # Each program reads all peaks of its columns, once for all of its rows.
     times = triton.next_power_of_2(min(8, max(1, rows * strips // (TALL * 4 * processors(x.device)))))
     grid = (strips, triton.cdiv(rows, TALL * times))
-    _encode_columns[grid](x, turned, turned_by, peaks, rows, columns, blocks, largest, PARTS, TALL, WIDE, times,
-                          num_warps=8)  # fmt: skip
-    return codes, by, turned, turned_by
+    _encode_columns[grid](x, transposed, transposed_inverse, peaks, rows, columns, blocks, largest, PARTS, TALL, WIDE,
+                          times, num_warps=8)  # fmt: skip
+    return codes, inverse, transposed, transposed_inverse
 
 
 def _pair(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -167,6 +167,12 @@ class Product(Protocol):
         ...
 
 
+class OwnProduct(torch.nn.Linear):
+    """A linear layer that a technique lets multiply in another way; layers with the same product can be merged."""
+
+    product: Product
+
+
 class _Plain:
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
@@ -204,15 +210,16 @@ def _product_gradients(
 
 class _GatedLinear(torch.autograd.Function):
     """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is the combined [Wg; Wu];
-    ``kernel`` computes the activation, None: ours.
+    ``kernel`` computes the activation, None: ours. ``grad``: whether gradients are recorded, which only the caller
+    knows.
 
     Saves x and the product; its backward pass overwrites the product with its gradient, so it can run only once.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, kernel: GatedKernel | None, product: Product,
-                *parts: Tensor | None) -> Tensor:  # fmt: skip
-        both, kept = product.forward(x, merged, bias, _trained(parts), any(ctx.needs_input_grad))
+                grad: bool, *parts: Tensor | None) -> Tensor:  # fmt: skip
+        both, kept = product.forward(x, merged, bias, grad and _trained(parts), grad and any(ctx.needs_input_grad))
         if kernel is not None:
             y = kernel.forward(both)
         else:
@@ -233,19 +240,20 @@ class _GatedLinear(torch.autograd.Function):
             _activation_backward(dy.contiguous(), both, None, both, None, 0)
         both[:0].zero_()  # tells autograd that it was written to, so that a second backward is refused
         dx, dw, db = _product_gradients(ctx.product, both, parts[4:], parts[:2], parts[2:4])
-        return dx, None, None, None, None, *dw, *db
+        return dx, None, None, None, None, None, *dw, *db
 
 
 class _QKV(torch.autograd.Function):
     """Queries, keys and values of x [B, S, k] by one product, with rotary embedding applied in place.
 
     Returns three views [B, S, heads, D] of one tensor. ``rope``: (cos, signed sin), each [S, 1, D] or [B, S, 1, D].
+    ``grad`` as of :class:`_GatedLinear`.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: Any, product: Product,
-                *parts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        out, kept = product.forward(x, merged, bias, _trained(parts), any(ctx.needs_input_grad))
+                grad: bool, *parts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        out, kept = product.forward(x, merged, bias, grad and _trained(parts), grad and any(ctx.needs_input_grad))
         sizes = [p.shape[0] for p in parts[:3] if p is not None]
         turned = (sizes[0] + sizes[1]) // head_dim
         if rope is not None:
@@ -267,7 +275,7 @@ class _QKV(torch.autograd.Function):
         if cos is not None:
             _rotate(d, cos, sin, ctx.turned, ctx.head_dim, -1)
         dx, dw, db = _product_gradients(ctx.product, d.flatten(0, 1), parts[6:], parts[:3], parts[3:6])
-        return dx.view(ctx.x_shape), None, None, None, None, None, *dw, *db
+        return dx.view(ctx.x_shape), None, None, None, None, None, None, *dw, *db
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign: int) -> None:
@@ -451,7 +459,8 @@ def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Tensor | None],
                  kernel: GatedKernel | None = None, product: Product = PLAIN) -> Tensor:  # fmt: skip
     """SwiGLU of x [rows, k] → [rows, f]. ``parts``: gate and up weights (of which ``merged`` is made), then biases."""
-    y: Tensor = _GatedLinear.apply(x, merged, bias, kernel, product, *parts)  # type: ignore[no-untyped-call]
+    grad = torch.is_grad_enabled()
+    y: Tensor = _GatedLinear.apply(x, merged, bias, kernel, product, grad, *parts)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -459,7 +468,8 @@ def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tup
         parts: list[Tensor | None], product: Product = PLAIN) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotated queries and keys, and values, of x [B, S, k]: [B, S, heads, D]. ``parts``: three weights, three
     biases."""
-    q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, product, *parts)  # type: ignore[no-untyped-call]
+    grad = torch.is_grad_enabled()
+    q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, product, grad, *parts)  # type: ignore[no-untyped-call]
     return q, k, v
 
 

@@ -170,12 +170,12 @@ def _plain(module: nn.Module | None) -> bool:
 
 def _product_of(parts: list[nn.Module]) -> functions.Product | None:
     """How linear layers that read one input multiply; None: not in the same way, or with hooks."""
-    first = getattr(parts[0], "product", None)  # of layers whose technique has one
-    if first is None:
+    first = parts[0]
+    if not isinstance(first, functions.OwnProduct):
         return functions.PLAIN if all(_plain(p) for p in parts) else None
-    same = all(type(p) is type(parts[0]) and p.product is first for p in parts)
+    same = all(type(p) is type(first) and p.product is first.product for p in parts)
     hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
-    return first if same and not hooked else None
+    return first.product if same and not hooked else None
 
 
 def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, functions.Product] | None:

@@ -24,22 +24,22 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.float16: 65504.0}
 
 
 def scale_for(peak: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor (float32, shaped as ``peak``) that brings the largest magnitude ``peak`` to the format's largest.
+    """The scale (float32, shaped as ``peak``) that brings the largest magnitude ``peak`` to the format's largest.
 
     1 where the peak is zero; NaN where it is not finite, so that an overflow shows in everything that is decoded.
-    At most 2^60, so that products of two factors stay finite.
+    At most 2^60, so that products of two scales stay finite.
     """
     peak = peak.float()
-    factor = torch.where(peak > 0, (LARGEST[dtype] / peak).clamp(max=2.0**60), torch.ones_like(peak))
-    return factor.masked_fill(~torch.isfinite(peak), float("nan"))
+    scale = torch.where(peak > 0, (LARGEST[dtype] / peak).clamp(max=2.0**60), torch.ones_like(peak))
+    return scale.masked_fill(~torch.isfinite(peak), float("nan"))
 
 
 def peak_of(t: Tensor) -> Tensor:
     """Largest magnitude of a tensor (float32 scalar); zero for an empty one. NaN if it holds any."""
     if not t.numel():
         return torch.zeros((), device=t.device)
-    low, high = torch.aminmax(t)
-    return torch.maximum(-low, high).float()
+    least, most = torch.aminmax(t)
+    return torch.maximum(-least, most).float()
 
 
 def encode(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,10 +55,10 @@ def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
 
 def quantize(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of ``t`` in ``dtype`` with a scale of its own (float32 scalar): (codes, scale)."""
-    return quantize_both(t, dtype)[:2]
+    return quantize_with_inverse(t, dtype)[:2]
 
 
-def quantize_both(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_with_inverse(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The same with the scale's inverse. In two kernels on a GPU that has float8."""
     if t.is_cuda and t.numel() and has_triton() and usable(t) and has_float8(t.device):
         from ridgeline.nn.kernels import float8
@@ -69,37 +69,37 @@ def quantize_both(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 
 class Layouts(NamedTuple):
-    """Codes of a matrix [m, k] in the two orders in which float8 products read operands, each with what codes are
-    multiplied by (fp32): a scalar, or [m, 1] and [k, 1]."""
+    """Codes of a matrix [m, k] as they are and transposed, as float8 products read operands along rows, each with the
+    inverse of its scale, by which codes are multiplied (fp32): a scalar, or [m, 1] and [k, 1]."""
 
     rows: Tensor
-    by: Tensor
-    turned: Tensor | None
+    inverse_scale: Tensor
+    transposed: Tensor | None
     """[k, m]; None: not asked for."""
-    turned_by: Tensor | None
+    transposed_inverse_scale: Tensor | None
 
 
-def layouts(t: Tensor, dtype: torch.dtype, rowwise: bool = False, turn: bool = True) -> Layouts:
-    """Codes of ``t`` [m, k], with ``turn`` also transposed. ``rowwise``: each row, and for the transposed codes each
-    column, has a factor of its own, which is a power of two: the largest that lets no magnitude exceed the format's."""
+def layouts(t: Tensor, dtype: torch.dtype, rowwise: bool = False, transpose: bool = True) -> Layouts:
+    """Codes of ``t`` [m, k], with ``transpose`` also transposed. ``rowwise``: each row, and for the transposed codes
+    each column, has a scale of its own, a power of two: the largest that lets no magnitude exceed the format's."""
     most = LARGEST[dtype]
     fast = t.is_cuda and t.numel() > 0 and has_triton() and usable(t) and has_float8(t.device)
-    if fast and (rowwise or turn):
+    if fast and (rowwise or transpose):
         from ridgeline.nn.kernels import float8
 
         if rowwise:
-            return Layouts(*float8.encode_rowwise(t, dtype, most, turn))
-        rows, turned, by = float8.encode_both(t, dtype, most)
-        return Layouts(rows, by, turned, by)
+            return Layouts(*float8.encode_rowwise(t, dtype, most, transpose))
+        rows, transposed, inverse = float8.encode_transposed(t, dtype, most)
+        return Layouts(rows, inverse, transposed, inverse)
     if not rowwise:
-        rows, _, by = quantize_both(t, dtype)
-        return Layouts(rows, by, rows.t() if turn else None, by)
-    rows, by = _coded_rows(t, dtype)
-    return Layouts(rows, by, *(_coded_rows(t.t(), dtype) if turn else (None, None)))
+        rows, _, inverse = quantize_with_inverse(t, dtype)
+        return Layouts(rows, inverse, rows.t() if transpose else None, inverse)
+    rows, inverse = _coded_rows(t, dtype)
+    return Layouts(rows, inverse, *(_coded_rows(t.t(), dtype) if transpose else (None, None)))
 
 
 def _coded_rows(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes, and what each row is multiplied by [m, 1]."""
+    """Codes, and the inverse of each row's scale [m, 1]."""
     peaks = t.abs().amax(1, True).float() if t.shape[1] else torch.zeros(len(t), 1, device=t.device)
     scale = scale_for(peaks, dtype)
     power = (scale.view(torch.int32) & 0x7F800000).view(torch.float32).masked_fill_(scale.isnan(), float("nan"))

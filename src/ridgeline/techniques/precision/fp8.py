@@ -25,9 +25,10 @@ class FP8(Technique):
     weights in fp8.
 
     Inputs and weights are e4m3, gradients e5m2; each tensor has a scale from its own largest magnitude. Weights are
-    quantized once a pass, and their codes kept for its backward half, unless a technique frees weights between uses or
-    moves what is saved. ``gradients`` and ``states`` add the rest of FP8-LM (arXiv:2310.18313). On a device without fp8
-    units the products are emulated in training; at inference weights are stored in fp8 and multiplied in 16 bits.
+    quantized once a pass, and their codes kept for its backward half, unless a technique frees weights between uses,
+    moves what is saved, or has several micro-batches in flight. ``gradients`` and ``states`` add the rest of FP8-LM
+    (arXiv:2310.18313). On a device without fp8 units the products are emulated in training; at inference weights are
+    stored in fp8 and multiplied in 16 bits.
     """
 
     card: ClassVar[Card] = Card(
@@ -156,8 +157,9 @@ def _linear(op: Op) -> bool:
 
 
 def _keeps(e: Experiment) -> bool:
-    """Whether the codes of weights are kept from forward to backward."""
-    return not any(has(e, part) for part in ("shards", "resting_weights", "activations"))
+    """Whether the codes of weights are kept from forward to backward: not by stages, which would hold them once for
+    each micro-batch in flight."""
+    return "pp" not in e.parallel and not any(has(e, part) for part in ("shards", "resting_weights", "activations"))
 
 
 def _lower(b: Block, lowered: Callable[[Op], list[Op]]) -> None:
@@ -226,9 +228,9 @@ def _encoded(op: Op, widths: dict[str, float], rowwise: bool, keep: bool) -> lis
         )
         return [low, wide] if rowwise and width > 2 else [low]
 
-    def encoded(name: str, size: float, width: float, turned: bool) -> Op:
-        reads, written = (3 if turned else 2) if rowwise else 2, 1 + turned
-        pieces = 1 if rowwise and not turned else 2
+    def encoded(name: str, size: float, width: float, transposed: bool) -> Op:
+        reads, written = (3 if transposed else 2) if rowwise else 2, 1 + transposed
+        pieces = 1 if rowwise and not transposed else 2
         return Op(f"{op.name}.{name}", op.module, "cast", op.direction, 0, (reads * width + written) * size, "fp8",
                   pieces=pieces, recompute=op.recompute)  # fmt: skip
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels.dispatch import has_float8
+from ridgeline.nn.kernels.functions import OwnProduct
 from ridgeline.nn.kernels.products import is_linear
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
@@ -30,14 +31,14 @@ _latest: tuple[weakref.ref[Tensor], int, bool, Layouts] | None = None
 share them."""
 
 
-def _coded(x: Tensor, rowwise: bool = False, turn: bool = False) -> Layouts:
-    """Codes of the rows of ``x`` [..., k], with ``turn`` also transposed."""
+def _coded(x: Tensor, rowwise: bool = False, transpose: bool = False) -> Layouts:
+    """Codes of the rows of ``x`` [..., k], with ``transpose`` also transposed."""
     global _latest
     rows = x.detach().flatten(0, -2)
     if x.is_inference():  # without a version counter a change cannot be detected
-        return layouts(rows, E4M3, rowwise, turn)
+        return layouts(rows, E4M3, rowwise, transpose)
     known = None if _latest is None or _latest[0]() is not x else _latest
-    if known is not None and known[1:3] == (x._version, rowwise) and (known[3].turned is not None or not turn):
+    if known is not None and known[1:3] == (x._version, rowwise) and (known[3].transposed is not None or not transpose):
         return known[3]
 
     def forget(ref: Any) -> None:
@@ -45,24 +46,26 @@ def _coded(x: Tensor, rowwise: bool = False, turn: bool = False) -> Layouts:
         if _latest is not None and _latest[0] is ref:
             _latest = None
 
-    codes = layouts(rows, E4M3, rowwise, turn)
+    codes = layouts(rows, E4M3, rowwise, transpose)
     _latest = weakref.ref(x, forget), x._version, rowwise, codes
     return codes
 
 
-def product(a: Tensor, by: Tensor, b: Tensor, b_by: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """a [m, k] · bᵀ of b [n, k], both float8 codes with their factors, → [m, n] in ``dtype``. ``fast``: sums may be
-    kept in fewer bits than fp32 (Hopper's tensor cores otherwise move them to registers)."""
-    if has_float8(a.device) and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0:
-        rowwise = by.dim() > 0
+def product(
+    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """a [m, k] · bᵀ of b [n, k], both float8 codes with the inverses of their scales, → [m, n] in ``dtype``. ``fast``:
+    sums may be kept in fewer bits than fp32 (Hopper's tensor cores otherwise move them to registers)."""
+    if a.numel() and has_float8(a.device) and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0:
+        rowwise = a_inverse.dim() > 0
         out: Tensor = torch._scaled_mm(
-            a.contiguous(), b.contiguous().t(), scale_a=by, scale_b=b_by.t() if rowwise else b_by,
-            out_dtype=torch.bfloat16 if rowwise else dtype,  # the only one that PyTorch has with factors for rows
+            a.contiguous(), b.contiguous().t(), scale_a=a_inverse, scale_b=b_inverse.t() if rowwise else b_inverse,
+            out_dtype=torch.bfloat16 if rowwise else dtype,  # the only one that PyTorch has with scales for rows
             use_fast_accum=fast,
         )  # fmt: skip
         return out.to(dtype)
     with torch.autocast(a.device.type, enabled=False):
-        return torch.mm(a.float().mul_(by), b.float().mul_(b_by).t()).to(dtype)
+        return torch.mm(a.float().mul_(a_inverse), b.float().mul_(b_inverse).t()).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,10 @@ class Float8Product:
         ``trained``: whether the weight's gradient is needed, ``grad``: whether any is."""
         a = _coded(x, self.rowwise, trained)
         w = layouts(weight.detach(), E4M3, self.rowwise, self.keep and grad)
-        y = product(a.rows, a.by, w.rows, w.by, dtype or x.dtype, fast=True).view(*x.shape[:-1], -1)
-        mine = (w.turned, w.turned_by) if self.keep else (weight, None)
-        read = (a.turned, a.turned_by) if trained else (None, None)
+        y = product(a.rows, a.inverse_scale, w.rows, w.inverse_scale, dtype or x.dtype, fast=True)
+        y = y.view(*x.shape[:-1], weight.shape[0])
+        mine = (w.transposed, w.transposed_inverse_scale) if self.keep else (weight, None)
+        read = (a.transposed, a.transposed_inverse_scale) if trained else (None, None)
         return y if bias is None else y + bias.to(y.dtype), (*mine, *read)
 
     def backward(
@@ -92,29 +96,29 @@ class Float8Product:
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of the input's rows [m, k], in ``dtype`` (d's own if None), and of a trained ``weight``, from ``d``
         [m, n]."""
-        w, w_by, x, x_by = kept
+        w, w_inverse, x, x_inverse = kept
         g = layouts(d, E4M3 if self.rowwise else E5M2, self.rowwise, x is not None)
-        if w_by is None:
+        if w_inverse is None:
             assert w is not None
-            _, _, w, w_by = layouts(w.detach(), E4M3, self.rowwise)
+            _, _, w, w_inverse = layouts(w.detach(), E4M3, self.rowwise)
         assert w is not None
-        assert w_by is not None
-        dx = product(g.rows, g.by, w, w_by, dtype or d.dtype)
+        assert w_inverse is not None
+        dx = product(g.rows, g.inverse_scale, w, w_inverse, dtype or d.dtype)
         if x is None:
             return dx, None
-        assert x_by is not None
-        assert g.turned is not None
-        assert g.turned_by is not None
+        assert x_inverse is not None
+        assert g.transposed is not None
+        assert g.transposed_inverse_scale is not None
         wide = (getattr(weight, "grad_dtype", None) if weight.is_leaf else None) or weight.dtype
-        return dx, product(g.turned, g.turned_by, x, x_by, wide)
+        return dx, product(g.transposed, g.transposed_inverse_scale, x, x_inverse, wide)
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """y = x Wᵀ."""
+    """y = x Wᵀ. ``grad``: whether gradients are recorded, which only the caller knows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, how: Float8Product, dtype: torch.dtype) -> Tensor:
-        need_x, need_w, *_ = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: Float8Product, dtype: torch.dtype, grad: bool) -> Tensor:
+        need_x, need_w, *_ = (grad and needed for needed in ctx.needs_input_grad)
         y, kept = how.forward(x, weight, None, need_w, need_x or need_w, dtype)
         ctx.save_for_backward(weight, *kept)
         ctx.how, ctx.x_dtype = how, x.dtype
@@ -125,17 +129,17 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         dx, dw = ctx.how.backward(dy.flatten(0, -2), kept, weight, ctx.x_dtype)
-        return dx.view(*dy.shape[:-1], -1), dw, None, None
+        return dx.view(*dy.shape[:-1], weight.shape[1]), dw, None, None, None
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, how: Float8Product = Float8Product()) -> Tensor:
     """``F.linear`` with its three products in float8: x [..., k], weight [n, k] → [..., n] in the compute dtype."""
     dtype = compute_dtype(x)
-    y: Tensor = _Fp8Linear.apply(x, weight, how, dtype)  # type: ignore[no-untyped-call]
+    y: Tensor = _Fp8Linear.apply(x, weight, how, dtype, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias.to(dtype)
 
 
-class Fp8Linear(nn.Linear):
+class Fp8Linear(OwnProduct):
     """A linear layer that multiplies in float8; its parameters are those of ``nn.Linear``."""
 
     product: Float8Product = Float8Product()
@@ -179,7 +183,8 @@ class StoredFp8Linear(nn.Module):
         codes = self.codes.view(E4M3)
         if has_float8(x.device):
             read = _coded(x)
-            y = product(read.rows, read.by, codes, self.scale.reciprocal(), dtype, fast=True).view(*x.shape[:-1], -1)
+            y = product(read.rows, read.inverse_scale, codes, self.scale.reciprocal(), dtype, fast=True)
+            y = y.view(*x.shape[:-1], self.out_features)
         else:
             y = nn.functional.linear(x.to(dtype), decode(codes, self.scale, dtype))
         return y if self.bias is None else y + self.bias.to(dtype)
