@@ -67,6 +67,30 @@ def test_result_and_gradients(onednn_calls, shape, transposed, trained):
 
 
 @pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("trained", [False, True])
+def test_results_may_be_written_to(onednn_calls, trained):
+    """As those of ``F.linear``, within an autograd function too, whose results must not be views."""
+
+    class Within(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return products.linear(x, weight)
+
+        @staticmethod
+        def backward(ctx, d):
+            return d.new_ones(2, 5, 24), None
+
+    x, w, _ = leaves((2, 5, 24), (16, 24), (16,))
+    w = w.detach().requires_grad_(trained)
+    for y in (products.linear(x, w), Within.apply(x, w)):
+        assert not y._is_view()
+        y.flatten(0, 1).mul_(2)
+        if y.requires_grad:
+            y.sum().backward()
+    assert len(onednn_calls) == 2
+
+
+@pytest.mark.usefixtures("any_size")
 def test_gradients_of_gradients(onednn_calls):
     found = []
     for linear, dtype in ((products.linear, torch.float32), (F.linear, torch.float64)):

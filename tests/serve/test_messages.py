@@ -153,7 +153,7 @@ def test_an_answer_may_be_begun_and_have_a_structure(server):
 @pytest.mark.parametrize(("more", "param"), [
     ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 9999}, "max_tokens"), ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].input_schema"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"mcp_servers": []}, "mcp_servers"), ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
 ])  # fmt: skip

@@ -191,7 +191,7 @@ def test_a_conversation_is_cut_to_its_end(client, server):
     ({"conversation": "c"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"), ({"input": []}, "input"), ({"max_output_tokens": 10**6}, "max_output_tokens"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].name"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
      "input[0].content[0].image_url"),
     ({"input": "x" * 10**5}, "input"), ({"top_logprobs": 21}, "top_logprobs"), ({"tools": FLAT}, "tools"),

@@ -87,15 +87,21 @@ def _wrong_body(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
     alike = [other for other in errors if other["loc"][:1] == e["loc"][:1]]
     paths = [_path(other["loc"], body, other["type"] == "missing") for other in alike]
     most = max(map(len, paths))
+    deepest = [(path, other) for path, other in zip(paths, alike, strict=True) if len(path) == most]
     found: dict[str, list[Any]] = {}
-    for path, other in zip(paths, alike, strict=True):
-        if len(path) == most:
-            found.setdefault(_written(path), []).append(other)
-    kinds = {at: of for at, of in found.items() if at.endswith(".type") and of[0]["type"] == "literal_error"}
-    found = kinds or found  # what else the other kinds have and want is beside the point
+    for path, other in _meant(deepest):
+        found.setdefault(_written(path), []).append(other)
     param, first = next(iter(found.items()))
     code = next((c for c in ((other.get("ctx") or {}).get("code") for other in first) if c), None)
     return WrongBody("; ".join(f"{at}: {_said(of)}" for at, of in list(found.items())[:4]), param, code)
+
+
+def _meant(faults: list[tuple[list[str | int], Any]]) -> list[tuple[list[str | int], Any]]:
+    """Of an object that is of one of several kinds, the faults of the kind that its ``type`` names; where it names none
+    of them, only that."""
+    told = [(path, e) for path, e in faults if path[-1:] == ["type"] and e["type"] == "literal_error"]
+    others = {e["loc"][:-1] for _, e in told}
+    return [(path, e) for path, e in faults if e["loc"][:-1] not in others] or told
 
 
 def _said(errors: Sequence[Any]) -> str:
