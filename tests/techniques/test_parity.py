@@ -117,6 +117,7 @@ def assert_parity(c: Comparison, subject: Curve, reference: Curve) -> None:
     for a, b in zip(subject.norms, reference.norms, strict=True):
         assert a == pytest.approx(b, rel=1e-4 if c.exact else 2 * c.tolerance)
     assert subject.trained == reference.trained
+    turned: list[torch.Tensor] = []
     for name in sorted(subject.trained):
         difference = (subject.after[name] - reference.after[name]).float()
         way = (reference.after[name] - reference.before[name]).float()
@@ -126,8 +127,11 @@ def assert_parity(c: Comparison, subject: Curve, reference: Curve) -> None:
             assert difference.norm() <= way.norm() / 2**7, name
         else:  # signs flip where gradients are nearly zero, not where they drove a weight far
             far = way.abs() > 0.5 * way.abs().max()
-            turned = (way + difference)[far].sign() != way[far].sign()
-            assert turned.sum() <= 0.05 * len(turned), f"{name}: of an unrelated gradient half would turn"
+            turned.append((way + difference)[far].sign() != way[far].sign())
+            # Of an unrelated gradient half would turn. A single weight may have few that were driven far.
+            assert turned[-1].sum() <= 0.25 * len(turned[-1]), name
+    every = torch.cat(turned) if turned else torch.zeros(1)
+    assert every.sum() <= 0.05 * len(every)
 
 
 def held_out_curve(e: Experiment) -> tuple[Curve, float]:
