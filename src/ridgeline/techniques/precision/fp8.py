@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ridgeline.graph.graph import Block, Graph, Op, Saved, changed
+from ridgeline.graph.graph import Block, Graph, Op, Param, Saved, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
@@ -138,8 +138,8 @@ class FP8(Technique):
         if self.scaling == "delayed" or not units:
             g.each_block(lambda b: _lower(b, _quantized), layers_only=True)
         else:
-            g.each_block(lambda b: _lower(b, partial(_encoded, widths=_widths(b), rowwise=rowwise, keep=keep)),
-                         layers_only=True)  # fmt: skip
+            g.each_block(lambda b: _lower(b, partial(_encoded, params={p.name: p for p in b.params}, rowwise=rowwise,
+                                                     keep=keep)), layers_only=True)  # fmt: skip
         if keep and self.scaling != "delayed":
             g.each_block(_keep_codes, layers_only=True)
         if not units:
@@ -209,19 +209,14 @@ def _quantized(op: Op) -> list[Op]:
     return [*codes, low]
 
 
-def _widths(b: Block) -> dict[str, float]:
-    """Bytes of an element of each parameter that trains, negative where it does not."""
-    return {p.name: p.bytes_per_element if p.trainable else -p.bytes_per_element for p in b.params}
-
-
-def _encoded(op: Op, widths: dict[str, float], rowwise: bool, keep: bool) -> list[Op]:
+def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool) -> list[Op]:
     """The same as this engine does it: in two kernels, of which the first finds largest magnitudes (``rowwise``: those
     of rows, whose codes it writes) and the second writes codes, also transposed where a gradient of weights needs
     them."""
     m, n, k = op.shape
     low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
     tail = op.name.rpartition(".")[2]
-    width = widths[op.param]
+    width = params[op.param].bytes_per_element
     if tail == "dw":
         wide = Op(
             f"{op.name}.wide", op.module, "cast", op.direction, 0, (2.0 + width) * m * n, op.dtype, param=op.param
@@ -234,11 +229,11 @@ def _encoded(op: Op, widths: dict[str, float], rowwise: bool, keep: bool) -> lis
         return Op(f"{op.name}.{name}", op.module, "cast", op.direction, 0, (reads * width + written) * size, "fp8",
                   pieces=pieces, recompute=op.recompute)  # fmt: skip
 
-    codes = [encoded("quantize", m * k, 2.0, width > 0)]
+    codes = [encoded("quantize", m * k, 2.0, params[op.param].trainable)]
     if tail != "dx":
-        codes.append(encoded("encode_weight", n * k * op.experts, abs(width), keep))
+        codes.append(encoded("encode_weight", n * k * op.experts, width, keep))
     elif not keep:
-        codes.append(encoded("encode_weight", n * k * op.experts, abs(width), True))
+        codes.append(encoded("encode_weight", n * k * op.experts, width, True))
     return [*codes, low]
 
 
