@@ -60,7 +60,11 @@ def find_packages(wheels: Path | None) -> None:
             target = Path(new) / "site"
             command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(target)]
             subprocess.run([*command, *files], check=True)
-            target.rename(site)  # an installation that was interrupted is not taken for a whole one
+            try:
+                target.rename(site)  # an installation that was interrupted is not taken for a whole one
+            except OSError:
+                if not site.exists():  # else a campaign beside this one has installed them
+                    raise
     held = [str(SOURCE), str(HERE.parent), *([str(site)] if site is not None else [])]
     sys.path[:1] = held
     os.environ["PYTHONPATH"] = os.pathsep.join([*held, *filter(None, [os.environ.get("PYTHONPATH")])])

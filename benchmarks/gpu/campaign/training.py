@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -42,6 +43,10 @@ LARGER = {"bf16, recompute": (*BASE, "recompute"), "fp8, recompute": (*BASE, "re
           "bf16, recompute, compile": (*COMPILED, "recompute")}  # fmt: skip
 METRICS = ("step_time_s", "tokens_per_s", "mfu", "peak_bytes", "device_used_bytes")
 SECONDS = 170.0
+WARM = 3
+"""Steps that are not counted: they compile kernels and fill caches."""
+MEASURED = 4.0
+"""Seconds of steps that are enough."""
 
 
 def cells(setting: Setting) -> list[Cell]:
@@ -79,8 +84,13 @@ def predicted(experiment: Callable[[], Experiment]) -> Figures:
 
 
 def measured(experiment: Callable[[], Experiment], backend: str) -> Figures:
-    """Steps in a process of their own. Raises :class:`RuntimeError` with the reason of a run that fails."""
+    """Median step and what it uses. Raises :class:`RuntimeError` with the reason of a run that fails."""
     e = experiment()
+    flops, _, dtype = training_flops(e)
+    peak = flops / peak_flops(e.cluster.device, dtype)
+    if backend == "native":
+        found = stepped(e)
+        return found | {"mfu": peak / found["step_time_s"]}
     if backend == "hf" and not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")):
         raise NotInstalled("transformers or accelerate is not installed")
     require(backend, e)
@@ -88,9 +98,37 @@ def measured(experiment: Callable[[], Experiment], backend: str) -> Figures:
     if result.status != "ok":
         raise RuntimeError(f"{result.status}: {result.reason} {' '.join(result.notes)[-500:]}")
     found = figures(result)
-    flops, _, dtype = training_flops(e)
-    found["mfu"] = flops / found["step_time_s"] / peak_flops(e.cluster.device, dtype)
+    found["mfu"] = peak / found["step_time_s"]
     steps = sorted(s.seconds for s in result.samples if not s.warmup)
     spread = {"quartiles_s": [steps[len(steps) // 4], steps[3 * len(steps) // 4]]} if steps else {}
     last = [s.loss for s in result.samples if s.loss is not None][-1:]
     return found | spread | ({"last_loss": last[0]} if last else {})
+
+
+def stepped(e: Experiment) -> Figures:
+    """Median step here, of as many as are worth :data:`MEASURED` seconds."""
+    import torch
+
+    from campaign.engine import clock
+    from ridgeline.jobs.worker import setup
+    from ridgeline.train.trainer import Trainer
+
+    device = setup(1)
+    trainer = Trainer(e, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    taken: list[float] = []
+    loss = 0.0
+    while len(taken) < e.training.steps and (len(taken) < WARM + 3 or sum(taken[WARM:]) < MEASURED):
+        start = clock()
+        loss = float(trainer.step().loss)
+        taken.append(clock() - start)
+    steps = sorted(taken[min(WARM, len(taken) - 1) :])
+    second = statistics.median(steps)
+    found: Figures = {
+        "step_time_s": second, "tokens_per_s": e.training.batch_size * e.training.seq_len / second,
+        "quartiles_s": [steps[len(steps) // 4], steps[3 * len(steps) // 4]], "last_loss": loss,
+    }  # fmt: skip
+    if device.type == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return found
