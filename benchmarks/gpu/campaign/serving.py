@@ -27,6 +27,8 @@ CACHES = {"int8 cache": ("kv_quant:dtype=int8",), "int4 cache": ("kv_quant:dtype
           "fp8 cache": ("kv_quant:dtype=fp8",)}  # fmt: skip
 BATCHES = (1, 8, 64)
 PROMPT, NEW = 512, 64
+LONGEST = 2048
+"""The longest prompt of decode steps: engines are made for it, so that one serves the cells of a model and plan."""
 LIMIT = 200.0
 
 
@@ -58,8 +60,8 @@ def experiment(
     from ridgeline.spec.device import Cluster
 
     w = {"kind": "serve", "prompt_len": prompt, "output_len": new, "concurrency": batch, "requests": batch,
-         "max_num_seqs": batch, "max_num_batched_tokens": min(8192, max(2048, batch * prompt // 8)),
-         "max_model_len": prompt + new + 1, "dtype": dtype, "engine": OWN}  # fmt: skip
+         "max_num_seqs": max(batch, *BATCHES), "max_num_batched_tokens": 8192,
+         "max_model_len": max(prompt, LONGEST) + new + 1, "dtype": dtype, "engine": OWN}  # fmt: skip
     return make(model, Cluster(device=setting.device), w, [*default_plan("serve"), *plan])
 
 
@@ -83,19 +85,19 @@ def decode_said(given: partial[Experiment]) -> Figures:
 def decode(setting: Setting, given: partial[Experiment], graphs: bool) -> Figures:
     """Median decode step of the engine, with what it must read over the time."""
     from campaign.engine import steps
-    from ridgeline.jobs.worker import setup
-    from ridgeline.serve.build_engine import make_engine
 
     e = given()
     w: Any = e.workload
     start = time.perf_counter()
-    engine = make_engine(e, setup(1))
+    engine = _engine(e)
     ready = time.perf_counter() - start
+    captured = engine.runner.graphs
     if not graphs:
         engine.runner.graphs = None
     spec, batch = engine.spec, w.concurrency
     steps(engine, [w.prompt_len] * batch, min(w.output_len, 8), "warm ")
     _, taken, tokens = steps(engine, [w.prompt_len] * batch, w.output_len)
+    used, engine.runner.graphs = engine.runner.graphs is not None, captured
     second = statistics.median(taken)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in engine.model.state_dict().values()}
     table = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size * next(engine.model.parameters()).itemsize
@@ -105,13 +107,40 @@ def decode(setting: Setting, given: partial[Experiment], graphs: bool) -> Figure
     weights = sum(held.values()) - table
     ordered = sorted(taken)
     found: Figures = {
-        "step_s": second, "tokens_per_s": tokens / sum(taken), "captured": engine.runner.graphs is not None,
+        "step_s": second, "tokens_per_s": tokens / sum(taken), "captured": used,
         "start_s": ready, "weights_bytes": weights,
         "quartiles_s": [ordered[len(taken) // 4], ordered[3 * len(taken) // 4]],
     }  # fmt: skip
     if not spec.num_experts:  # of which a step reads some
         found["share_of_bandwidth"] = (weights + cached) / second / setting.device.memory_bandwidth
     return found
+
+
+_made: dict[str, Any] = {}
+
+
+def _engine(e: Experiment) -> Any:
+    """An engine for the experiment, however many clients it has: the last one if it is like that."""
+    from ridgeline.jobs.worker import setup
+    from ridgeline.serve.build_engine import make_engine
+
+    any_load = {"concurrency": 1, "requests": 1, "prompt_len": 1, "output_len": 1}
+    given = e.model_copy(update={"workload": e.workload.model_copy(update=any_load)})
+    key = given.model_dump_json()
+    if key not in _made:
+        _free()
+        _made[key] = make_engine(e, setup(1))
+    return _made[key]
+
+
+def _free() -> None:
+    """Give back what the last engine held."""
+    import torch
+
+    _made.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _prompt(setting: Setting, model: str, length: int, dtype: str = "bf16") -> Cell:
@@ -129,16 +158,14 @@ def prompt_said(given: partial[Experiment]) -> Figures:
 def prompt(given: partial[Experiment]) -> Figures:
     """Median time of a prompt's steps; every prompt is another, so that none is cached."""
     from campaign.engine import clock
-    from ridgeline.jobs.worker import setup
-    from ridgeline.serve.build_engine import make_engine
     from ridgeline.serve.request import EngineRequest, Sampling
 
     e = given()
     w: Any = e.workload
-    engine, taken = make_engine(e, setup(1)), []
+    engine, taken = _engine(e), []
     for i in range(6):
         ids = [(7 * j + 13 * i) % (engine.spec.vocab_size - 2) + 2 for j in range(w.prompt_len)]
-        engine.add(EngineRequest(str(i), ids, Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)))
+        engine.add(EngineRequest(f"{w.prompt_len}-{i}", ids, Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)))
         start = clock()
         while engine.has_work():
             engine.step()
@@ -169,6 +196,7 @@ def load(given: Any) -> Figures:
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise NotInstalled(f"{package} is not installed")
+    _free()
     result = measure_plan(given(), memory=False, timeout=280)
     if result.status != "ok":
         raise RuntimeError(f"{result.status}: {result.reason} {' '.join(result.notes)[-500:]}")
@@ -182,7 +210,8 @@ def _checkpoint(model: str, folder: str) -> None:
     from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
     from ridgeline.nn.model.init import build
 
-    save_checkpoint(build(catalog.model(model), "cuda").to(torch.bfloat16), Path(folder))
+    _free()
+    save_checkpoint(build(catalog.model(model), "cuda", torch.bfloat16), Path(folder))
     gc.collect()
     torch.cuda.empty_cache()
 

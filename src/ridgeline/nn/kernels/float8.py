@@ -19,6 +19,8 @@ BLOCK = 4096
 TALL, WIDE, PARTS = 128, 64, 64
 """Rows and columns of a tile that is transposed: 128 bytes of a row of 16-bit numbers, 128 codes of a column. Rows of
 peaks that are read at once."""
+ALIGNED = 4
+"""Numbers between the scale and its inverse: cuBLASLt reads float8 scales at addresses that are multiples of 16."""
 
 
 @triton.jit
@@ -56,13 +58,14 @@ def _magnitudes(value):
 
 
 @triton.jit
-def _encode(x, peaks, codes, scales, n, count, LARGEST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _encode(x, peaks, codes, scales, n, count, LARGEST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+            ALIGNED: tl.constexpr):  # fmt: skip
     """``codes`` of x, and ``scales``: what values were multiplied by, and its inverse."""
     part = tl.arange(0, PARTS)
     scale = _scale(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST, False)
     if tl.program_id(0) == 0:
         tl.store(scales, scale)
-        tl.store(scales + 1, 1.0 / scale)
+        tl.store(scales + ALIGNED, 1.0 / scale)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = _scaled(tl.load(x + at, at < n, other=0.0), scale, LARGEST)
     tl.store(codes + at, value.to(codes.dtype.element_ty), at < n)
@@ -70,13 +73,13 @@ def _encode(x, peaks, codes, scales, n, count, LARGEST: tl.constexpr, PARTS: tl.
 
 @triton.jit
 def _encode_transposed(x, peaks, codes, transposed, scales, rows, columns, count, LARGEST: tl.constexpr,
-                       PARTS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                       PARTS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     """The same of a tile of x [rows, columns], also transposed: ``transposed`` [columns, rows]."""
     part = tl.arange(0, PARTS)
     scale = _scale(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST, False)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(scales, scale)
-        tl.store(scales + 1, 1.0 / scale)
+        tl.store(scales + ALIGNED, 1.0 / scale)
     i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     j = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     at, inside = i[:, None] * columns + j[None, :], (i < rows)[:, None] & (j < columns)[None, :]
@@ -139,12 +142,12 @@ def encode(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tenso
     x = x.contiguous()
     n = x.numel()
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scales = torch.empty(2, dtype=torch.float32, device=x.device)
+    scales = torch.empty(2 * ALIGNED, dtype=torch.float32, device=x.device)
     peaks = _peaks_of(x)
     parts = len(peaks)
     _encode[(triton.cdiv(n, BLOCK),)](x, peaks, codes, scales, n, parts, largest, triton.next_power_of_2(parts), BLOCK,
-                                      num_warps=8)  # fmt: skip
-    return codes, scales[0], scales[1]
+                                      ALIGNED, num_warps=8)  # fmt: skip
+    return codes, scales[0], scales[ALIGNED]
 
 
 def _peaks_of(x: Tensor) -> Tensor:
@@ -161,13 +164,13 @@ def encode_transposed(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Te
     x = x.contiguous()
     rows, columns = x.shape
     codes, transposed = _pair(x, dtype)
-    scales = torch.empty(2, dtype=torch.float32, device=x.device)
+    scales = torch.empty(2 * ALIGNED, dtype=torch.float32, device=x.device)
     peaks = _peaks_of(x)
     parts = len(peaks)
     grid = (triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
     _encode_transposed[grid](x, peaks, codes, transposed, scales, rows, columns, parts, largest,
-                             triton.next_power_of_2(parts), TALL, WIDE, num_warps=8)  # fmt: skip
-    return codes, transposed, scales[1]
+                             triton.next_power_of_2(parts), TALL, WIDE, ALIGNED, num_warps=8)  # fmt: skip
+    return codes, transposed, scales[ALIGNED]
 
 
 def encode_rowwise(

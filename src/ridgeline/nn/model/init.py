@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -63,7 +63,7 @@ def init_weights(model: Transformer, seed: int) -> None:
         assign(parameter, full)
 
 
-def _drawn(model: Transformer, parameters: list[tuple[str, Tensor]], seed: int) -> Iterator[Tensor]:
+def _drawn(model: Transformer, parameters: Sequence[tuple[str, Tensor]], seed: int) -> Iterator[Tensor]:
     """The initial values of ``parameters`` in order, on the CPU: by all cores for weights that go to other memory, as
     a core draws 0.2 billion numbers in a second. On the CPU itself one at a time, so that few are held twice."""
     ahead = max(1, torch.get_num_threads()) if any(p.device.type == "cuda" for _, p in parameters) else 0
@@ -74,7 +74,7 @@ def _drawn(model: Transformer, parameters: list[tuple[str, Tensor]], seed: int) 
     with ThreadPoolExecutor(ahead) as pool:
         waiting: deque[Future[Tensor]] = deque()
         for name, parameter in parameters:
-            waiting.append(pool.submit(_values, model, name, parameter, seed))
+            waiting.append(pool.submit(lambda n, p: _values(model, n, p, seed).to(p.dtype), name, parameter))
             if len(waiting) > ahead:
                 yield waiting.popleft().result()
         while waiting:
