@@ -16,9 +16,8 @@ from torch import Tensor
 from ridgeline.nn.kernels.dispatch import processors
 
 BLOCK = 4096
-TALL, WIDE, PARTS = 128, 64, 64
-"""Rows and columns of a tile that is transposed: 128 bytes of a row of 16-bit numbers, 128 codes of a column. Rows of
-peaks that are read at once."""
+TALL, WIDE = 128, 64
+"""Rows and columns of a tile that is transposed: 128 bytes of a row of 16-bit numbers, 128 codes of a column."""
 ALIGNED = 4
 """Numbers between the scale and its inverse: cuBLASLt reads float8 scales at addresses that are multiples of 16."""
 
@@ -90,20 +89,15 @@ def _encode_transposed(x, peaks, codes, transposed, scales, rows, columns, count
 
 
 @triton.jit
-def _encode_rows(x, codes, inverse, peaks, rows, columns, LARGEST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
-                 COLUMNS: tl.constexpr):  # fmt: skip
-    """``codes`` of TALL rows, each with a scale of its own, and ``inverse`` [rows], the scales' inverses; with
-    ``COLUMNS`` also the largest magnitude of each column among these rows: ``peaks`` [programs, columns]."""
-    block = tl.program_id(0).to(tl.int64)
-    i = block * TALL + tl.arange(0, TALL)
+def _encode_rows(x, codes, inverse, rows, columns, LARGEST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """``codes`` of TALL rows, each with a scale of its own, and ``inverse`` [rows], the scales' inverses."""
+    i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     most = tl.zeros([TALL], tl.int32)
     for start in range(0, columns, WIDE):
         j = start + tl.arange(0, WIDE)
         inside = (i < rows)[:, None] & (j < columns)[None, :]
         bits = _magnitudes(tl.load(x + i[:, None] * columns + j[None, :], inside, other=0.0))
         most = tl.maximum(most, tl.max(bits, 1))
-        if COLUMNS:
-            tl.store(peaks + block * columns + j, tl.max(bits, 0), j < columns)
     scale = _scale(most, LARGEST, True)
     tl.store(inverse + i, 1.0 / scale, i < rows)
     for start in range(0, columns, WIDE):
@@ -114,26 +108,35 @@ def _encode_rows(x, codes, inverse, peaks, rows, columns, LARGEST: tl.constexpr,
 
 
 @triton.jit
-def _encode_columns(x, transposed, inverse, peaks, rows, columns, count, LARGEST: tl.constexpr, PARTS: tl.constexpr,
-                    TALL: tl.constexpr, WIDE: tl.constexpr, TIMES: tl.constexpr):  # fmt: skip
-    """``transposed`` [columns, rows]: codes of WIDE columns, each with a scale of its own, and ``inverse`` [columns],
-    the scales' inverses, from the ``count`` rows of ``peaks``."""
-    j = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    most = tl.zeros([WIDE], tl.int32)
-    for start in range(0, count, PARTS):
-        part = start + tl.arange(0, PARTS)
-        inside = (part < count)[:, None] & (j < columns)[None, :]
-        bits = tl.load(peaks + part[:, None].to(tl.int64) * columns + j[None, :], inside, other=0)
-        most = tl.maximum(most, tl.max(bits, 0))
-    scale = _scale(most, LARGEST, True)
+def _peaks_of_both(x, row_peaks, column_peaks, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """The largest magnitude of each row and of each column, as bits, of what tiles find: both start at 0."""
+    i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
+    j = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    bits = _magnitudes(tl.load(x + i[:, None] * columns + j[None, :], inside, other=0.0))
+    tl.atomic_max(row_peaks + i, tl.max(bits, 1), i < rows, sem="relaxed")
+    tl.atomic_max(column_peaks + j, tl.max(bits, 0), j < columns, sem="relaxed")
+
+
+@triton.jit
+def _encode_both(x, codes, transposed, inverse, transposed_inverse, row_peaks, column_peaks, rows, columns,
+                 LARGEST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """``codes`` of a tile by the scales of its rows, ``transposed`` [columns, rows] by those of its columns, and the
+    scales' inverses [rows] and [columns]."""
+    i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
+    j = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    row_scale = _scale(tl.load(row_peaks + i, i < rows, other=0), LARGEST, True)
+    column_scale = _scale(tl.load(column_peaks + j, j < columns, other=0), LARGEST, True)
     if tl.program_id(1) == 0:
-        tl.store(inverse + j, 1.0 / scale, j < columns)
-    for step in range(TIMES):
-        i = (tl.program_id(1).to(tl.int64) * TIMES + step) * TALL + tl.arange(0, TALL)
-        inside = (i < rows)[:, None] & (j < columns)[None, :]
-        code = _scaled(tl.load(x + i[:, None] * columns + j[None, :], inside, other=0.0), scale[None, :], LARGEST)
-        tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(code.to(transposed.dtype.element_ty)),
-                 (j < columns)[:, None] & (i < rows)[None, :])  # fmt: skip
+        tl.store(inverse + i, 1.0 / row_scale, i < rows)
+    if tl.program_id(0) == 0:
+        tl.store(transposed_inverse + j, 1.0 / column_scale, j < columns)
+    at, inside = i[:, None] * columns + j[None, :], (i < rows)[:, None] & (j < columns)[None, :]
+    value = tl.load(x + at, inside, other=0.0)
+    tl.store(codes + at, _scaled(value, row_scale[:, None], LARGEST).to(codes.dtype.element_ty), inside)
+    code = _scaled(value, column_scale[None, :], LARGEST).to(codes.dtype.element_ty)
+    there = (j < columns)[:, None] & (i < rows)[None, :]
+    tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(code), there)
 
 
 def encode(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,20 +183,20 @@ def encode_rowwise(
     ``transpose`` also transposed codes [k, m] with one for each column, and the inverses of those [k, 1]."""
     x = x.contiguous()
     rows, columns = x.shape
-    codes, transposed = _pair(x, dtype) if transpose else (torch.empty(x.shape, dtype=dtype, device=x.device), None)
-    inverse, transposed_inverse = (torch.empty(n, 1, dtype=torch.float32, device=x.device) for n in (rows, columns))
-    tall = min(64, max(8, triton.next_power_of_2(rows // (2 * processors(x.device)))))
-    blocks = triton.cdiv(rows, tall)
-    peaks = torch.empty((blocks, columns) if transpose else (1, 1), dtype=torch.int32, device=x.device)
-    _encode_rows[(blocks,)](x, codes, inverse, peaks, rows, columns, largest, tall, BLOCK // tall, transpose)
-    if transposed is None:
+    inverse = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    if not transpose:
+        codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+        tall = min(16, max(1, triton.next_power_of_2(rows // (2 * processors(x.device)))))
+        _encode_rows[(triton.cdiv(rows, tall),)](x, codes, inverse, rows, columns, largest, tall, BLOCK // tall,
+                                                 num_warps=8)  # fmt: skip
         return codes, inverse, None, None
-    strips = triton.cdiv(columns, WIDE)
-    # Each program reads all peaks of its columns, once for all of its rows.
-    times = triton.next_power_of_2(min(8, max(1, rows * strips // (TALL * 4 * processors(x.device)))))
-    grid = (strips, triton.cdiv(rows, TALL * times))
-    _encode_columns[grid](x, transposed, transposed_inverse, peaks, rows, columns, blocks, largest, PARTS, TALL, WIDE,
-                          times, num_warps=8)  # fmt: skip
+    codes, transposed = _pair(x, dtype)
+    transposed_inverse = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
+    peaks = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
+    grid = (triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
+    _peaks_of_both[grid](x, peaks, peaks[rows:], rows, columns, TALL, WIDE, num_warps=8)
+    _encode_both[grid](x, codes, transposed, inverse, transposed_inverse, peaks, peaks[rows:], rows, columns, largest,
+                       TALL, WIDE, num_warps=8)  # fmt: skip
     return codes, inverse, transposed, transposed_inverse
 
 

@@ -1,7 +1,7 @@
 """The fused kernels in Triton, for CUDA devices: the same functions over the same arguments as ``cpu.cpp``.
 
 Arithmetic is float32 regardless of the storage dtype. One program processes each row; where sums are taken over rows
-(gradients of norm weights and biases), there are as many programs as processors, with a partial sum each. Imported only
+(gradients of norm weights and biases), there are a few programs for each processor, with a partial sum each. Imported only
 where Triton is installed.
 """
 
@@ -19,6 +19,8 @@ from torch import Tensor
 from ridgeline.nn.kernels.dispatch import processors
 
 BLOCK = 1024
+RESIDENT = 1024
+"""Threads of a processor, by which sums over rows are divided: a row at a time by fewer leaves the memory waiting."""
 
 
 @triton.jit
@@ -372,11 +374,12 @@ def rl_add_norm_backward(wide, dy, ty, dsum, x, tx, w, tw, mean, rstd, dx, dw, d
     """As ``rl_add_norm_backward`` of ``cpu.cpp``."""
     folded, size = _tile(n, columns)
     kernel = _add_norm_backward_folded if folded else _add_norm_backward
-    programs = min(rows, processors(x.device))
+    warps = max(8, _warps(size))
+    programs = min(rows, RESIDENT // (32 * warps) * processors(x.device))
     parts = torch.empty(1 if db is None else 2, programs, n, dtype=torch.float32, device=x.device)
     kernel[(programs,)](dy, x if dsum is None else dsum, x, w, rstd if mean is None else mean, rstd, dx, parts[0],
                         parts[-1], rows, n, dsum is not None, mean is not None, db is not None, size,
-                        num_warps=max(8, _warps(size)))  # fmt: skip
+                        num_warps=warps)  # fmt: skip
     for out, part in zip((dw, db), parts, strict=False):
         if out is not None:
             torch.sum(part, 0, out=out) if out.dtype == part.dtype else out.copy_(part.sum(0))
