@@ -1,8 +1,8 @@
 """The fused kernels in Triton, for CUDA devices: the same functions over the same arguments as ``cpu.cpp``.
 
 Arithmetic is float32 regardless of the storage dtype. One program processes each row; where sums are taken over rows
-(gradients of norm weights and biases), there are a few programs for each processor, with a partial sum each. Imported only
-where Triton is installed.
+(gradients of norm weights and biases), there are a few programs for each processor, with a partial sum each. Imported
+only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
