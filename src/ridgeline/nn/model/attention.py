@@ -52,6 +52,7 @@ class Mask(NamedTuple):
     scale: Tensor | None = None  # [S, 1, 1] or [B, S, 1, 1], by which queries are multiplied
     sequences: Sequences | None = None  # the rows' documents, or the rows
     window: int = 0  # newest tokens that a token sees; 0: all, or as the bias says
+    rope: Rope | None = None  # by which a cache turns queries and keys
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class LayerCache:
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
         self.length = 0
+
+    @property
+    def turns(self) -> bool:
+        """Whether :meth:`attend` turns queries and keys by the mask's tables (rotary embedding)."""
+        return False
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append ``k`` and ``v`` [B, G, S, D] to the cache, and return views of everything stored."""
@@ -461,6 +467,8 @@ class Attention(SelfAttention):
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, hidden] → [B, S, hidden]."""
         batch, length, _ = x.shape
+        if rope is not None and cache is not None and cache.turns and not self.interleaved:
+            mask, rope = mask._replace(rope=rope), None
         q, k, v = self.project(self, x, rope)
         if mask.scale is not None:
             q = (q * mask.scale).to(q.dtype)
