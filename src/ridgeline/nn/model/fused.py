@@ -226,7 +226,7 @@ def _held(codes: Words) -> tuple[str, ...]:
 def _product_of_words(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
     """``x`` [..., k] times packed weights that lie together, with their biases → [..., Σ n_i]; None if they do not."""
     codes = _same_words(parts)
-    if codes is None or not x.is_cuda or torch.is_grad_enabled():
+    if codes is None or torch.is_grad_enabled():
         return None
     whole = bare(codes[0])
     whole.out = sum(c.out for c in codes)
