@@ -378,10 +378,16 @@ def find_backend(name: str) -> AttentionBackend:
 
 def project(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, S, H, D], keys and values [B, S, G, D] of ``x`` [B, S, hidden], with rotary embedding applied."""
+    return by_heads(attention, attention.q_proj(x), attention.k_proj(x), attention.v_proj(x), rope)
+
+
+def by_heads(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same from the projections' results [B, S, ·]."""
     # -1: under tensor parallelism a rank holds only its share of the heads.
-    shape = (*x.shape[:2], -1, attention.head_dim)
-    q, k = attention.q_proj(x), attention.k_proj(x)
-    v = attention.v_proj(x).view(shape)
+    shape = (*q.shape[:2], -1, attention.head_dim)
+    v = v.view(shape)
     if attention.q_norm is None or attention.k_norm is None:
         q, k = q.view(shape), k.view(shape)
     elif attention.joint_norm:

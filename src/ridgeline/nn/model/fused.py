@@ -18,9 +18,9 @@ from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import has_triton, usable
 from ridgeline.nn.kernels.products import is_linear, linear
-from ridgeline.nn.model.attention import Attention, Mask, naive_attention, project
+from ridgeline.nn.model.attention import Attention, Mask, by_heads, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
-from ridgeline.nn.model.mlp import MLP, expand
+from ridgeline.nn.model.mlp import MLP, expand, gated
 from ridgeline.nn.model.norm import RMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.model.transformer import LMHead, MLMHead, Transformer, TransformerBlock, add_then_norm
@@ -174,6 +174,11 @@ def _lay_words_together(parts: list[nn.Module]) -> bool:
     return codes is not None and all(_adjoin([getattr(c, name) for c in codes]) for name in _held(codes[0]))
 
 
+def _served_together(parts: list[nn.Module]) -> bool:
+    """Whether projections of one input are one product, or read it once, from now on."""
+    return _read_once(parts) or _lay_words_together(parts) or lay_together(parts)
+
+
 def fuse_served(model: Transformer) -> None:
     """Let a served model whose weights are on a GPU launch fewer kernels: merged projections, and residual additions
     within norms. Elsewhere nothing changes."""
@@ -183,11 +188,12 @@ def fuse_served(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
-            merged = module.q_norm is None and (_lay_words_together(parts) or lay_together(parts))
+            normed = module.q_norm is not None and not (_read_once(parts) or _same_words(parts))
+            merged = not normed and _served_together(parts)
             module.project = project_merged if merged else module.project
         elif isinstance(module, MLP) and module.gate_proj is not None and module.activation == "silu":
             parts = [module.gate_proj, module.up_proj]
-            merged = _lay_words_together(parts) or lay_together(parts)
+            merged = _served_together(parts)
             module.expand = expand_merged if merged else module.expand
         else:
             continue
@@ -217,6 +223,17 @@ def _same_words(parts: list[nn.Module]) -> list[Words] | None:
     kinds = {(c.bits, c.group, c.width, c.zero is None) for c in words}
     biased = {p.bias is None for p in parts}
     return words if len(words) == len(parts) and not hooked and len(kinds) == len(biased) == 1 else None
+
+
+def _read_once(parts: list[nn.Module]) -> bool:
+    """Whether layers can share what they make of their input."""
+    hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
+    return isinstance(parts[0], functions.ReadsOnce) and {type(p) for p in parts} == {type(parts[0])} and not hooked
+
+
+def _products_of_one(x: Tensor, parts: list[nn.Module]) -> list[Tensor]:
+    read = parts[0].read(x)  # type: ignore[operator]
+    return [p.multiply(x, read) for p in parts]  # type: ignore[operator]
 
 
 def _held(codes: Words) -> tuple[str, ...]:
@@ -260,10 +277,13 @@ def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, f
 def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is rotated in place."""
     parts: list[nn.Module] = [attention.q_proj, attention.k_proj, attention.v_proj]
-    if rope is None and (product := _product_of_words(x, parts)) is not None:
+    if _read_once(parts):
+        q, k, v = _products_of_one(x, parts)
+        return by_heads(attention, q, k, v, rope)
+    if (product := _product_of_words(x, parts)) is not None:
         sizes: list[int] = [p.out_features for p in parts]  # type: ignore[misc]
-        q, k, v = (t.unflatten(-1, (-1, attention.head_dim)) for t in product.split(sizes, -1))
-        return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
+        q, k, v = product.split(sizes, -1)
+        return by_heads(attention, q, k, v, rope)
     found = _merged(x, parts)
     if found is None or (rope is not None and rope[0].shape[-1] < attention.head_dim):
         return project(attention, x, rope)
@@ -280,6 +300,9 @@ def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None) -> Ten
     """:func:`~ridgeline.nn.model.mlp.expand` of a SwiGLU layer by one product."""
     assert mlp.gate_proj is not None
     parts: list[nn.Module] = [mlp.gate_proj, mlp.up_proj]
+    if _read_once(parts):
+        gate, up = _products_of_one(x, parts)
+        return gated(mlp.activation, gate, up)
     if (both := _product_of_words(x, parts)) is not None:
         return functions.bias_activation(both, None, "silu")
     found = _merged(x, parts)
