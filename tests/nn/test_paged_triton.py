@@ -6,9 +6,11 @@ from tests.nn.interpreter import DEVICE
 from tests.serve.drafts import Oracle, drafted_by
 from tests.serving import ask, engine, greedy, model, run
 
+from ridgeline.nn.kernels import functions, gpu
 from ridgeline.nn.kernels.paged_attention import paged_attention
 from ridgeline.nn.kernels.paged_store import store_tokens
 from ridgeline.nn.memory.step_pages import make_pages
+from ridgeline.nn.model import fused
 from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, naive_attention
 from ridgeline.nn.model.rotary import rotate
 from ridgeline.nn.quant.quantized_kv import KINDS
@@ -185,6 +187,20 @@ def test_an_engine_serves_through_it(plan):
         assert got == served(False)
     else:
         assert got == {(str(i), 0): greedy(made, p, 6) for i, p in enumerate(prompts)}
+
+
+def test_an_engine_serves_fused_layers_through_it(monkeypatch):
+    """What a GPU's engine runs: merged products, sums within norms across layers, rotation with the write."""
+    made = model(dtype=torch.float32).to(DEVICE)
+    prompts = [[(7 * i + 3 * j * j) % 300 for j in range(3 + 20 * i)] for i in range(2)]
+    truth = {(str(i), 0): greedy(made, p, 5) for i, p in enumerate(prompts)}
+    monkeypatch.setattr(functions, "call", gpu.call)
+    fused.fuse_elementwise(made)
+    assert len(fused.merge_projections(made)) == 2 * len(made.layers)
+    eng = engine(made, "paged_kv:block_size=4", max_num_batched_tokens=24)
+    layout = eng.runner.layout
+    layout.kernel, layout.whole, layout.write, eng.runner.decoder = None, paged_attention, store_tokens, None
+    assert run(eng, *[ask(str(i), p, 5) for i, p in enumerate(prompts)])[0] == truth
 
 
 def test_an_engine_verifies_trees_through_it():
