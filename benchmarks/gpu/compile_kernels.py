@@ -183,17 +183,19 @@ def paged() -> Iterator[Case]:
 
 
 def writes() -> Iterator[Case]:
-    """A step's keys and values on their way to the pool."""
+    """A step's keys and values on their way to the pool, from a merged product whose queries and keys are turned."""
     meta = torch.device("meta")
-    for kind in ("", "int8", "int4"):
+    for kind, turned in (("", 0), ("", 128), ("int8", 128), ("int4", 128), ("fp8", 128)):
         shape = (1, 8, 65536, 128)
 
-        def call(kind=kind, shape=shape):
+        def call(kind=kind, shape=shape, turned=turned):
             stores = [KINDS[kind](shape, meta) if kind else e(*shape) for _ in range(2)]
-            k = e(1, 64, 8, 128).transpose(1, 2)
-            paged_store.store_tokens(*stores, e(64, dtype=torch.int64), k, k)
+            q, k, v = (t.transpose(1, 2) for t in e(1, 64, 48, 128).split([32, 8, 8], 2))
+            rope = (e(64, 1, turned), e(64, 1, turned)) if turned else None
+            paged_store.store_tokens(*stores, e(64, dtype=torch.int64), k, v, q if turned else None, rope)
 
-        yield Case(f"write {kind or 'plain'} 64 tokens, 8 heads of 128", call, False)
+        label = f"write {kind or 'plain'}{' turned' if turned else ''} 64 tokens, 32/8 heads of 128"
+        yield Case(label, call, turned > 0 and kind in ("", "int4"))
 
 
 def main() -> None:

@@ -4,9 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ridgeline import catalog
 from ridgeline.nn.kernels import native
+from ridgeline.nn.model import fused
+from ridgeline.nn.model.attention import Attention, project
+from ridgeline.nn.model.mlp import MLP, expand
 from ridgeline.nn.quant import native_codes, packed_linear, torch_codes
 from ridgeline.nn.quant.activation_quant import InputCode, code_input
+from ridgeline.nn.quant.codes import Words
 from ridgeline.nn.quant.packed import Packed, PackedOutliers
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.spec.errors import Incompatible
@@ -251,3 +256,35 @@ def test_parts_hold_the_very_weight(bits, symmetric, out, width, group, kernels)
                     y = sum(p(part) for p, part in zip(parts, x.chunk(of, 1), strict=True)) + layer.bias
                 want = layer(x)
                 assert float((y - want).norm() / want.norm()) < 1.2e-2
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_codes_of_one_input_are_one_product(bits, symmetric):
+    """Codes as a GPU holds them: the parts stay what they were, and become views of one storage."""
+    spec = catalog.model("llama-mini").model_copy(update={"num_heads": 4, "num_kv_heads": 2, "hidden_size": 64})
+    spec = spec.model_copy(update={"head_dim": 16, "intermediate_size": 96})
+    attention, mlp = Attention(spec), MLP(spec, 96)
+    pairs = [(attention, "q_proj", 64), (attention, "k_proj", 32), (attention, "v_proj", 32)]
+    for i, (module, name, out) in enumerate([*pairs, (mlp, "gate_proj", 96), (mlp, "up_proj", 96)]):
+        layer = PackedLinear(p := record(out, 64, bits, 32, symmetric, i))
+        layer.codes = Words(p)
+        setattr(module, name, layer)
+    x = rows(5, 64)[None]
+    with torch.inference_mode():
+        want, inner = project(attention, x, None), expand(mlp, x)
+        groups = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+        held = [[{n: t.clone() for n, t in m.state_dict().items()} for m in group] for group in groups]
+        for group, before in zip(groups, held, strict=True):
+            assert fused._lay_words_together(group)
+            assert len({m.codes.words.untyped_storage().data_ptr() for m in group}) == 1
+            for m, state in zip(group, before, strict=True):
+                assert all(torch.equal(t, state[n]) for n, t in m.state_dict().items())
+        whole = fused._product_of_words(x, groups[0])
+        assert whole.shape == (1, 5, 128)
+        for got, right in zip(fused.project_merged(attention, x, None), want, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(fused.expand_merged(mlp, x), inner, rtol=1e-5, atol=1e-5)
+        attention.k_proj.codes.words = torch.nn.Parameter(attention.k_proj.codes.words.clone(), requires_grad=False)
+        assert fused._product_of_words(x, groups[0]) is None  # and each by itself again
+        assert all(torch.equal(a, b) for a, b in zip(fused.project_merged(attention, x, None), want, strict=True))

@@ -6,10 +6,13 @@ from tests.nn.interpreter import DEVICE
 from tests.serve.drafts import Oracle, drafted_by
 from tests.serving import ask, engine, greedy, model, run
 
+from ridgeline.nn.kernels import functions, gpu
 from ridgeline.nn.kernels.paged_attention import paged_attention
 from ridgeline.nn.kernels.paged_store import store_tokens
 from ridgeline.nn.memory.step_pages import make_pages
+from ridgeline.nn.model import fused
 from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, naive_attention
+from ridgeline.nn.model.rotary import rotate
 from ridgeline.nn.quant.quantized_kv import KINDS
 
 LENGTHS, COUNTS = [1, 65, 300, 17, 90], [1, 1, 3, 0, 70]
@@ -120,6 +123,39 @@ def test_what_is_written(kind, width):
                 torch.testing.assert_close(getattr(mine, name), t, rtol=2**-10, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "width", "part"), [("", 64, 64), ("", 24, 16), ("int8", 64, 64), ("int4", 64, 64), ("int4", 128, 32)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_turned_on_the_way(kind, width, part, dtype):
+    """Views of one merged product: queries are turned in place, keys as they are written, values not at all."""
+    generator = torch.Generator().manual_seed(width + part)
+    heads, groups, count = 6, 2, 5
+    product = torch.randn(1, count, heads + 2 * groups, width, generator=generator).to(dtype)
+    angles = torch.rand(count, 1, part // 2, generator=generator) * 6
+    rope = torch.cat([angles.cos()] * 2, -1).to(dtype), torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    q, k, v = product.float().split([heads, groups, groups], 2)
+    turned = [rotate(t, (rope[0].float(), rope[1].float())).to(dtype).transpose(1, 2) for t in (q, k)]
+    shape, slots = (1, groups, 12, width), torch.randperm(12, generator=generator)[:count].to(DEVICE)
+    mine, plain = ([KINDS[kind](shape, torch.device(DEVICE)) for _ in range(2)] if kind else
+                   [torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(2)] for _ in range(2))  # fmt: skip
+    given = product.to(DEVICE)
+    parts = [t.transpose(1, 2) for t in given.split([heads, groups, groups], 2)]
+    assert store_tokens(*mine, slots, parts[1], parts[2], parts[0], tuple(t.to(DEVICE) for t in rope))
+    assert store_tokens(*plain, slots, turned[1].to(DEVICE), v.to(dtype).transpose(1, 2).to(DEVICE))
+    near = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(parts[0].cpu(), turned[0], **near)
+    assert torch.equal(given.split([heads, groups, groups], 2)[2].float().cpu(), v)
+    for at, (ours, theirs) in enumerate(zip(mine, plain, strict=True)):
+        got, want = (t[:, :, slots] if not kind else t.read(slots, torch.float32) for t in (ours, theirs))
+        if at or not kind:
+            torch.testing.assert_close(got.float(), want.float(), **(near if at == 0 else {"rtol": 0, "atol": 0}))
+        else:  # what is turned rounds otherwise, and may be another code: the next one
+            span = want.amax(-1, keepdim=True) - want.amin(-1, keepdim=True)
+            rest = near["atol"] + near["rtol"] * want.abs().amax()
+            assert bool(((got - want).abs() <= span / (15 if kind == "int4" else 127) + 2 * rest).all())
+
+
 def test_codes_that_are_not_written():
     store = KINDS["int4"]((1, 1, 4, 256), torch.device("cpu"))
     x = torch.randn(1, 1, 2, 256)
@@ -151,6 +187,20 @@ def test_an_engine_serves_through_it(plan):
         assert got == served(False)
     else:
         assert got == {(str(i), 0): greedy(made, p, 6) for i, p in enumerate(prompts)}
+
+
+def test_an_engine_serves_fused_layers_through_it(monkeypatch):
+    """What a GPU's engine runs: merged products, sums within norms across layers, rotation with the write."""
+    made = model(dtype=torch.float32).to(DEVICE)
+    prompts = [[(7 * i + 3 * j * j) % 300 for j in range(3 + 20 * i)] for i in range(2)]
+    truth = {(str(i), 0): greedy(made, p, 5) for i, p in enumerate(prompts)}
+    monkeypatch.setattr(functions, "call", gpu.call)
+    fused.fuse_elementwise(made)
+    assert len(fused.merge_projections(made)) == 2 * len(made.layers)
+    eng = engine(made, "paged_kv:block_size=4", max_num_batched_tokens=24)
+    layout = eng.runner.layout
+    layout.kernel, layout.whole, layout.write, eng.runner.decoder = None, paged_attention, store_tokens, None
+    assert run(eng, *[ask(str(i), p, 5) for i, p in enumerate(prompts)])[0] == truth
 
 
 def test_an_engine_verifies_trees_through_it():

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ridgeline import catalog
 from ridgeline.nn.checkpoint.files import config_dtype, read_config
 from ridgeline.nn.memory.decoder import find_decoder
+from ridgeline.nn.model.fused import fuse_served
 from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
@@ -135,6 +136,8 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
     for technique in techniques:
         technique.scheduling(run)
         technique.serve(run)
+    if run.memory is None:
+        fuse_served(model)
     return run
 
 
@@ -215,6 +218,7 @@ def _drafting(run: ServeBuild, drafts: Drafts, longest: int, runner: Runner, tab
                               min(drafts.nodes, most - 1), most)  # fmt: skip
         return Drafting(drafter, drafts.tokens, drafts.head)
     if drafts.model is not None:
+        fuse_served(drafts.model)
         longest = min(longest, drafts.model.spec.max_positions)
         blocks = DRAFTED * -(-longest // run.block_size)
         return Drafting(ModelDrafter(drafts.model, blocks, run.block_size, longest), drafts.tokens, drafts.model)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.kernels.backends import Case, Kernels
@@ -32,7 +32,7 @@ from ridgeline.nn.memory.pass_memory import Forward
 from ridgeline.nn.memory.step_pages import Pages, Work, launches, upload
 from ridgeline.nn.model.attention import LayerCache, Mask, ScoreChanges, temperature
 from ridgeline.nn.model.rotary import Rope
-from ridgeline.nn.model.transformer import Transformer
+from ridgeline.nn.model.transformer import Transformer, TransformerBlock
 from ridgeline.serve.block_manager import Copy, runs
 from ridgeline.serve.draft_tree import tree_paths
 from ridgeline.serve.sequence import Sequence
@@ -75,6 +75,12 @@ def with_libraries(ours: StepKernel, kernels: Kernels, case: Case) -> StepKernel
         return out
 
     return attend
+
+
+def _plain(block: nn.Module) -> TypeGuard[TransformerBlock]:
+    """Whether a layer is the model's own, and nothing is done before or after it."""
+    hooked = block._forward_hooks or block._forward_pre_hooks
+    return type(block) is TransformerBlock and not hooked and "forward" not in vars(block)
 
 
 @dataclass
@@ -350,8 +356,8 @@ class Runner:
 
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
         """``ids`` [1, T] at positions ``at`` [T] → [T, H]."""
-        x = self.embed(ids, at)
-        return self.norm(self.layers(x, at))[0]
+        x, update = self._through(self.embed(ids, at), at)
+        return self.norm(x, update)[0]
 
     def embed(self, ids: Tensor, at: Tensor) -> Tensor:
         """What the first layer reads, [1, T, H]."""
@@ -361,32 +367,48 @@ class Runner:
 
     def layers(self, x: Tensor, at: Tensor, names: tuple[str, ...] = ()) -> Tensor:
         """The layers on this rank, or those of ``names``, [1, T, H] → [1, T, H]."""
+        x, update = self._through(x, at, names)
+        return x if update is None else x + update
+
+    def _through(self, x: Tensor, at: Tensor, names: tuple[str, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """The same, with what the last layer adds apart."""
         decoder = None if names and len(names) < len(self.model.layers) else self.decoder
         s = self.layout.singles
         if decoder is not None and s is not None and len(s.rows) == x.shape[1] <= decoder.most_rows:
             if self._described is None:
                 self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
             self._await(len(self.cache) - 1)
-            return decoder(x[0], next(iter(self._tables.values())), at, self._described, s, self.layout.slots)[None]
+            rope = next(iter(self._tables.values()))
+            return decoder(x[0], rope, at, self._described, s, self.layout.slots)[None], None
         ropes = {kind: None if t is None else (t[0][at], t[1][at]) for kind, t in self._tables.items()}
         scale = temperature(self.model.spec, at, 0, 0, at.device)
         scaled = NO_MASK if scale is None else NO_MASK._replace(scale=scale)
+        update: Tensor | None = None
         for i, name in enumerate(names or self.model.layers):
             block = self.model.layers[name]
             kind = bool(block.windowed)
             self._await(i)
-            x = block(x, NO_MASK if kind else scaled, ropes[kind], self.cache[name])
+            given = NO_MASK if kind else scaled, ropes[kind], self.cache[name]
+            if _plain(block):
+                x, update = block.advance(x, update, *given)
+            else:
+                x, update = block(x if update is None else x + update, *given), None
             if self.after_layer is not None:
                 self.after_layer(i)
-        return x
+        return x, update
 
     def _await(self, layer: int) -> None:
         """Have the blocks of a layer, and of those before it, in the pool."""
         if self.restoring is not None:
             self.restoring.wait(layer)
 
-    def norm(self, x: Tensor) -> Tensor:
-        """The final norm, where the family has one."""
+    def norm(self, x: Tensor, update: Tensor | None = None) -> Tensor:
+        """The final norm, where the family has one, of the sum."""
+        if update is not None and self.decoder is None and self.model.norm is not None:
+            last = list(self.model.layers.values())[-1]
+            assert isinstance(last, TransformerBlock)
+            return last.add_norm(x, update, self.model.norm)[1]
+        x = x if update is None else x + update
         known = None if self.decoder is None else self.decoder.norm(x[0])
         if known is not None:
             return known[None]

@@ -173,6 +173,22 @@ class OwnProduct(torch.nn.Linear):
     product: Product
 
 
+class ReadsOnce(torch.nn.Module):
+    """A linear layer that makes something of its input first (codes), which layers that read the same can share."""
+
+    def read(self, x: Tensor) -> Any:
+        """What is made of ``x`` [..., k]."""
+        raise NotImplementedError
+
+    def multiply(self, x: Tensor, read: Any) -> Tensor:
+        """[..., n], from ``x`` and what was made of it."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., k] → [..., n]."""
+        return self.multiply(x, self.read(x))
+
+
 class _Plain:
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool

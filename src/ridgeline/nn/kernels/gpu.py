@@ -30,6 +30,7 @@ def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.co
     at = tl.arange(0, SIZE)
     inside = at < n
     r = tl.load(x + row * n + at, inside, other=0.0).to(tl.float32)
+    weight = tl.load(w + at, inside, other=0.0)  # at once with the row: a single row takes as long as its loads
     if HAS_ADD:
         r += tl.load(add + row * n + at, inside, other=0.0).to(tl.float32)
         rounded = r.to(total.dtype.element_ty)
@@ -42,7 +43,7 @@ def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.co
     centered = tl.where(inside, r - mean, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, 0) / n + eps)
     tl.store(rstd_out + row, rstd)
-    out = centered * rstd * tl.load(w + at, inside, other=0.0).to(tl.float32)
+    out = centered * rstd * weight.to(tl.float32)
     if HAS_BIAS:
         out += tl.load(b + at, inside, other=0.0).to(tl.float32)
     tl.store(y + row * n + at, out.to(y.dtype.element_ty), inside)

@@ -262,10 +262,10 @@ def _stored(store: Tensor | Codes, out: Tensor) -> tuple[str, Tensor, Tensor, Te
         return "int8", store.codes, store.scale, out
     if isinstance(store, NibbleCodes):
         return "int4", store.codes, store.scale, store.least
-    return "native fp8" if _capability() >= 89 else "fp8", store.codes.view(torch.uint8), out, out
+    return "native fp8" if capability() >= 89 else "fp8", store.codes.view(torch.uint8), out, out
 
 
-def _capability() -> int:
+def capability() -> int:
     """The device's compute capability (90: 9.0); 0 in Triton's interpreter."""
     return int(driver.active.get_current_target().arch) if isinstance(_attend, triton.JITFunction) else 0
 
@@ -298,7 +298,7 @@ def paged_attention(
             torch.empty((len(q), heads, splits, n) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
             for n in (width, 2)
         )
-        small = not work.split and width > (128 if _capability() >= 90 and kind != "int4" else 64)
+        small = not work.split and width > (128 if capability() >= 90 and kind != "int4" else 64)
         tile = TILE // 2 if q.dtype == torch.float32 or small else TILE
         _attend[count, groups, splits](
             q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work.items, given.table, given.lengths,

@@ -26,6 +26,7 @@ from torch import Tensor
 from ridgeline.nn.memory.step_pages import Pages, upload
 from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask, ScoreChanges, flash_attention, fused
 from ridgeline.nn.model.flash_blocks import computable
+from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.quant.quantized_kv import KINDS, At
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -170,8 +171,9 @@ class BatchLayout:
     pages: Pages | None = None
     """All pieces, for a kernel that processes them at once."""
     whole: StepKernel | None = None
-    write: Callable[[Any, Any, Tensor, Tensor, Tensor], bool] | None = None
-    """Writes keys and values to two stores at once, if it knows their codes: (keys, values, slots, k, v)."""
+    write: Callable[..., bool] | None = None
+    """Writes keys and values to two stores at once, if it knows their codes: (keys, values, slots, k, v), and with
+    (…, q, rope) turns keys on the way and queries in place."""
     causal: bool = True
     window: int = 0
     """What a token attends to in every layer (see :func:`first_seen`), to which extents are cut."""
@@ -203,6 +205,12 @@ class PagedCache(LayerCache):
         """Whether the tokens of this step attend to tokens of this step only."""
         return self.layout.real is None and all(p.own and not p.extents for p in self.layout.pieces)
 
+    @property
+    def turns(self) -> bool:
+        """See :class:`LayerCache`: where a kernel writes what is not turned yet."""
+        layout = self.layout
+        return layout.write is not None and layout.whole is not None and layout.real is None and len(layout.slots) > 0
+
     def store(self, x: Tensor) -> Tensor:
         """Store ``x`` [1, G, T, D], and return it as stored."""
         layout, store = self.layout, self.stores[0]
@@ -228,18 +236,22 @@ class PagedCache(LayerCache):
         layout, changes = self.layout, mask.changes
         with layout.outside:
             if layout.real is None:
-                return self._packed(q, k, v, changes)
+                return self._packed(q, k, v, changes, mask.rope)
             if not layout.causal:
                 return _padded(q, k, v, layout.real)
             out, rows = torch.zeros_like(q), layout.rows
             out[:, :, rows] = self._packed(q[:, :, rows], k[:, :, rows], v[:, :, rows], changes)
             return out
 
-    def _packed(self, q: Tensor, k: Tensor, v: Tensor, changes: ScoreChanges | None) -> Tensor:
+    def _packed(
+        self, q: Tensor, k: Tensor, v: Tensor, changes: ScoreChanges | None, rope: Rope | None = None
+    ) -> Tensor:
         layout = self.layout
         if len(layout.slots):
             held = [s.rows if isinstance(s, PlainStore) else s for s in self.stores]
-            if layout.write is None or not layout.write(held[0], held[1], layout.slots, k, v):
+            if layout.write is None or not layout.write(held[0], held[1], layout.slots, k, v, q, rope):
+                if rope is not None:
+                    q, k = (rotate(t.transpose(1, 2), rope).transpose(1, 2) for t in (q, k))
                 for store, new in zip(self.distinct, (k, v), strict=False):
                     store.write(layout.slots, new)
             if layout.whole is not None and layout.pages is not None:

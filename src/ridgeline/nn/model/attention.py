@@ -52,6 +52,7 @@ class Mask(NamedTuple):
     scale: Tensor | None = None  # [S, 1, 1] or [B, S, 1, 1], by which queries are multiplied
     sequences: Sequences | None = None  # the rows' documents, or the rows
     window: int = 0  # newest tokens that a token sees; 0: all, or as the bias says
+    rope: Rope | None = None  # by which a cache turns queries and keys
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class LayerCache:
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
         self.length = 0
+
+    @property
+    def turns(self) -> bool:
+        """Whether :meth:`attend` turns queries and keys by the mask's tables (rotary embedding)."""
+        return False
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append ``k`` and ``v`` [B, G, S, D] to the cache, and return views of everything stored."""
@@ -372,10 +378,16 @@ def find_backend(name: str) -> AttentionBackend:
 
 def project(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, S, H, D], keys and values [B, S, G, D] of ``x`` [B, S, hidden], with rotary embedding applied."""
+    return by_heads(attention, attention.q_proj(x), attention.k_proj(x), attention.v_proj(x), rope)
+
+
+def by_heads(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same from the projections' results [B, S, ·]."""
     # -1: under tensor parallelism a rank holds only its share of the heads.
-    shape = (*x.shape[:2], -1, attention.head_dim)
-    q, k = attention.q_proj(x), attention.k_proj(x)
-    v = attention.v_proj(x).view(shape)
+    shape = (*q.shape[:2], -1, attention.head_dim)
+    v = v.view(shape)
     if attention.q_norm is None or attention.k_norm is None:
         q, k = q.view(shape), k.view(shape)
     elif attention.joint_norm:
@@ -461,6 +473,8 @@ class Attention(SelfAttention):
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, hidden] → [B, S, hidden]."""
         batch, length, _ = x.shape
+        if rope is not None and cache is not None and cache.turns and not self.interleaved:
+            mask, rope = mask._replace(rope=rope), None
         q, k, v = self.project(self, x, rope)
         if mask.scale is not None:
             q = (q * mask.scale).to(q.dtype)

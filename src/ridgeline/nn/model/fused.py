@@ -16,26 +16,28 @@ from torch import Tensor, nn
 
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
-from ridgeline.nn.kernels.dispatch import usable
+from ridgeline.nn.kernels.dispatch import has_triton, usable
 from ridgeline.nn.kernels.products import is_linear, linear
-from ridgeline.nn.model.attention import Attention, Mask, naive_attention, project
+from ridgeline.nn.model.attention import Attention, Mask, by_heads, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
-from ridgeline.nn.model.mlp import MLP, expand
+from ridgeline.nn.model.mlp import MLP, expand, gated
 from ridgeline.nn.model.norm import RMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.model.transformer import LMHead, MLMHead, Transformer, TransformerBlock, add_then_norm
+from ridgeline.nn.quant.codes import Words, bare
+from ridgeline.nn.quant.packed_linear import PackedLinear
 
 # ---- residual additions and norms -----------------------------------------------------------------------------------
 
 
 def fuse_elementwise(model: Transformer, kernel: NormKernel | None = None) -> None:
-    """Fuse residual additions into the following norms, biases into activations, scale and mask into softmax.
-    ``kernel``: computes RMS norms; None: ours."""
+    """Fuse residual additions into the following norms, biases into activations, scale and mask into softmax; what is
+    fused already stays. ``kernel``: computes RMS norms; None: ours."""
     both = (norm, add_norm) if kernel is None else (partial(norm, kernel=kernel), partial(add_norm, kernel=kernel))
     for module in model.modules():
         if isinstance(module, TransformerBlock):
-            module.add_norm = both[1]
-        elif isinstance(module, (RMSNorm, nn.LayerNorm)):
+            module.add_norm = both[1] if module.add_norm is add_then_norm else module.add_norm
+        elif isinstance(module, (RMSNorm, nn.LayerNorm)) and "forward" not in vars(module):
             module.forward = _Bound(both[0], module)  # type: ignore[method-assign]
         elif isinstance(module, MLP) and module.expand is expand:
             module.expand = expand_biased
@@ -152,16 +154,51 @@ def merge_projections(model: Transformer, kernel: GatedKernel | None = None) -> 
 
 def lay_together(parts: list[nn.Module]) -> bool:
     """Make the weights of plain linears views of one storage; False if that is not possible."""
-    if _product_of(parts) is None:
+    return _product_of(parts) is not None and _adjoin([p.weight for p in parts])  # type: ignore[misc]
+
+
+def _adjoin(tensors: list[Tensor]) -> bool:
+    """Make parameters views of one storage, if they are alike."""
+    if len({(t.dtype, t.requires_grad, type(t)) for t in tensors}) > 1 or type(tensors[0]) is not nn.Parameter:
         return False
-    weights = [p.weight for p in parts]
-    if len({(w.dtype, w.requires_grad, type(w)) for w in weights}) > 1 or type(weights[0]) is not nn.Parameter:
-        return False
-    if functions.adjacent(weights) is None:  # type: ignore[arg-type]
-        whole = torch.cat([w.detach().flatten() for w in weights])  # type: ignore[operator]
-        for w, part in zip(weights, whole.split([w.numel() for w in weights]), strict=True):  # type: ignore[operator]
-            w.data = part.view_as(w)
+    if functions.adjacent(tensors) is None:
+        whole = torch.cat([t.detach().flatten() for t in tensors])
+        for t, part in zip(tensors, whole.split([t.numel() for t in tensors]), strict=True):
+            t.data = part.view_as(t)
     return True
+
+
+def _lay_words_together(parts: list[nn.Module]) -> bool:
+    """The same for the codes of packed ones."""
+    codes = _same_words(parts)
+    return codes is not None and all(_adjoin([getattr(c, name) for c in codes]) for name in _held(codes[0]))
+
+
+def _served_together(parts: list[nn.Module]) -> bool:
+    """Whether projections of one input are one product, or read it once, from now on."""
+    return _read_once(parts) or _lay_words_together(parts) or lay_together(parts)
+
+
+def fuse_served(model: Transformer) -> None:
+    """Let a served model whose weights are on a GPU launch fewer kernels: merged projections, and residual additions
+    within norms. Elsewhere nothing changes."""
+    if not has_triton() or not all(p.is_cuda for p in model.parameters()):
+        return
+    fuse_elementwise(model)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
+            normed = module.q_norm is not None and not (_read_once(parts) or _same_words(parts))
+            merged = not normed and _served_together(parts)
+            module.project = project_merged if merged else module.project
+        elif isinstance(module, MLP) and module.gate_proj is not None and module.activation == "silu":
+            parts = [module.gate_proj, module.up_proj]
+            merged = _served_together(parts)
+            module.expand = expand_merged if merged else module.expand
+        else:
+            continue
+        if merged:
+            torch.cuda.empty_cache()  # the parts' memory, which is too small for the next layer's whole
 
 
 def _plain(module: nn.Module | None) -> bool:
@@ -176,6 +213,49 @@ def _product_of(parts: list[nn.Module]) -> functions.Product | None:
     same = all(type(p) is type(first) and p.product is first.product for p in parts)
     hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
     return first.product if same and not hooked else None
+
+
+def _same_words(parts: list[nn.Module]) -> list[Words] | None:
+    """The codes of packed linear layers that differ in their rows alone, and compute nothing else; None: others."""
+    found = [p.codes for p in parts if type(p) is PackedLinear and p.fast and p.input is None and p.aside is None]
+    words = [c for c in found if type(c) is Words and not c.floating]
+    hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
+    kinds = {(c.bits, c.group, c.width, c.zero is None) for c in words}
+    biased = {p.bias is None for p in parts}
+    return words if len(words) == len(parts) and not hooked and len(kinds) == len(biased) == 1 else None
+
+
+def _read_once(parts: list[nn.Module]) -> bool:
+    """Whether layers can share what they make of their input."""
+    hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
+    return isinstance(parts[0], functions.ReadsOnce) and {type(p) for p in parts} == {type(parts[0])} and not hooked
+
+
+def _products_of_one(x: Tensor, parts: list[nn.Module]) -> list[Tensor]:
+    read = parts[0].read(x)  # type: ignore[operator]
+    return [p.multiply(x, read) for p in parts]  # type: ignore[operator]
+
+
+def _held(codes: Words) -> tuple[str, ...]:
+    return ("words", "scale") if codes.zero is None else ("words", "scale", "zero")
+
+
+def _product_of_words(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
+    """``x`` [..., k] times packed weights that lie together, with their biases → [..., Σ n_i]; None if they do not."""
+    codes = _same_words(parts)
+    if codes is None or torch.is_grad_enabled():
+        return None
+    whole = bare(codes[0])
+    whole.out = sum(c.out for c in codes)
+    whole.zero = None
+    for name in _held(codes[0]):
+        together = functions.adjacent([getattr(c, name) for c in codes])
+        if together is None:
+            return None
+        vars(whole)[name] = together
+    biases = [p.bias for p in parts]
+    bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+    return whole.linear(x.reshape(-1, whole.width), bias).view(*x.shape[:-1], whole.out)
 
 
 def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, functions.Product] | None:
@@ -197,13 +277,20 @@ def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, f
 def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is rotated in place."""
     parts: list[nn.Module] = [attention.q_proj, attention.k_proj, attention.v_proj]
+    if _read_once(parts):
+        q, k, v = _products_of_one(x, parts)
+        return by_heads(attention, q, k, v, rope)
+    if (product := _product_of_words(x, parts)) is not None:
+        sizes: list[int] = [p.out_features for p in parts]  # type: ignore[misc]
+        q, k, v = product.split(sizes, -1)
+        return by_heads(attention, q, k, v, rope)
     found = _merged(x, parts)
     if found is None or (rope is not None and rope[0].shape[-1] < attention.head_dim):
         return project(attention, x, rope)
-    merged, bias, product = found
+    merged, bias, how = found
     tensors: list[Tensor | None] = [*(p.weight for p in parts), *(p.bias for p in parts)]  # type: ignore[list-item]
     turned = None if attention.interleaved else rope
-    q, k, v = functions.qkv(x.to(compute_dtype(x)), merged, bias, attention.head_dim, turned, tensors, product)
+    q, k, v = functions.qkv(x.to(compute_dtype(x)), merged, bias, attention.head_dim, turned, tensors, how)
     if rope is not None and attention.interleaved:
         q, k = rotate(q, rope, True), rotate(k, rope, True)
     return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
@@ -213,6 +300,11 @@ def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None) -> Ten
     """:func:`~ridgeline.nn.model.mlp.expand` of a SwiGLU layer by one product."""
     assert mlp.gate_proj is not None
     parts: list[nn.Module] = [mlp.gate_proj, mlp.up_proj]
+    if _read_once(parts):
+        gate, up = _products_of_one(x, parts)
+        return gated(mlp.activation, gate, up)
+    if (both := _product_of_words(x, parts)) is not None:
+        return functions.bias_activation(both, None, "silu")
     found = _merged(x, parts)
     if found is None:
         return expand(mlp, x)

@@ -122,10 +122,21 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None,
                 source: Source | None = None) -> Tensor:  # fmt: skip
         """``x`` [B, S, H] → [B, S, H]."""
+        x, update = self.advance(x, None, mask, rope, cache, source)
+        return x if update is None else x + update
+
+    def advance(self, x: Tensor, update: Tensor | None, mask: Mask, rope: Rope | None, cache: LayerCache | None,
+                source: Source | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The same without the last addition, which the next norm can do as it reads the sum: the residual stream, and
+        what is still to be added to it. ``update``: what the layer before has left."""
         if self.post_norm:
+            x = x if update is None else x + update
             x = self.add_norm(x, self.attention_update(self.attention(x, mask, rope, cache)), self.attention_norm)[1]
-            return self.add_norm(x, self.mlp_update(self.mlp(x)), self.mlp_norm)[1]
-        read = self.attention_norm(x)
+            return self.add_norm(x, self.mlp_update(self.mlp(x)), self.mlp_norm)[1], None
+        if update is None:
+            read = self.attention_norm(x)
+        else:
+            x, read = self.add_norm(x, update, self.attention_norm)
         update = self.attention_update(self.attention(read, mask, rope, cache))
         if self.parallel:
             normed = read if self.shared_norm else self.mlp_norm(x)
@@ -136,8 +147,7 @@ class TransformerBlock(nn.Module):
                 x, read = self.add_norm(x, update, self.cross_norm)
                 update = self.cross_attention(read, source, cache)
             x, normed = self.add_norm(x, update, self.mlp_norm)
-        out: Tensor = x + self.mlp_update(self.mlp(normed))
-        return out
+        return x, self.mlp_update(self.mlp(normed))
 
     def attention_update(self, out: Tensor) -> Tensor:
         """What the attention's output adds to the residual stream."""

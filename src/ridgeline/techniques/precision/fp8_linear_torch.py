@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels.dispatch import has_float8
-from ridgeline.nn.kernels.functions import OwnProduct
+from ridgeline.nn.kernels.functions import OwnProduct, ReadsOnce
 from ridgeline.nn.kernels.products import is_linear
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
@@ -166,8 +166,10 @@ def use_fp8(model: nn.Module, how: Float8Product = Float8Product()) -> list[str]
     return names
 
 
-class StoredFp8Linear(nn.Module):
+class StoredFp8Linear(ReadsOnce):
     """A frozen linear layer stored as e4m3 codes (a byte per weight) with one scale, for inference."""
+
+    inverse: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -175,15 +177,19 @@ class StoredFp8Linear(nn.Module):
         codes, scale = quantize(linear.weight.detach(), E4M3)
         self.codes = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
+        self.register_buffer("inverse", scale.reciprocal(), persistent=False)
         self.bias = linear.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] → [..., out]. Without fp8 units the weight is dequantized, and the input is not quantized."""
+    def read(self, x: Tensor) -> Layouts | None:
+        """Its codes. Without fp8 units the weight is dequantized, and the input is not quantized."""
+        return _coded(x) if has_float8(x.device) else None
+
+    def multiply(self, x: Tensor, read: Layouts | None) -> Tensor:
+        """[..., in] → [..., out]."""
         dtype = compute_dtype(x)
         codes = self.codes.view(E4M3)
-        if has_float8(x.device):
-            read = _coded(x)
-            y = product(read.rows, read.inverse_scale, codes, self.scale.reciprocal(), dtype, fast=True)
+        if read is not None:
+            y = product(read.rows, read.inverse_scale, codes, self.inverse, dtype, fast=True)
             y = y.view(*x.shape[:-1], self.out_features)
         else:
             y = nn.functional.linear(x.to(dtype), decode(codes, self.scale, dtype))
