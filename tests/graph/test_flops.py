@@ -15,11 +15,16 @@ aten = torch.ops.aten
 
 
 def _fused(q, k, v, *_, out_shape=None, **__):
-    return sdpa_flop_count(q, k, v)
+    return sdpa_flop_count(q, *_every_head(q, k, v))
 
 
 def _fused_backward(grad, q, k, v, *_, out_shape=None, **__):
-    return sdpa_backward_flop_count(grad, q, k, v)
+    return sdpa_backward_flop_count(grad, q, *_every_head(q, k, v))
+
+
+def _every_head(q, k, v):
+    # Before PyTorch 2.13 its formulas refuse groups of heads.
+    return ((*q[:2], *shape[2:]) for shape in (k, v))
 
 
 def _bmm(a, b, *_, out_shape=None, **__):

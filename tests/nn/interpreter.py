@@ -1,4 +1,4 @@
-"""Triton as tests have it: on a GPU, or in its interpreter, which ``tests/conftest.py`` chooses.
+"""Triton as tests have it: in its interpreter, or on a GPU where that is asked for (``tests/conftest.py``).
 
 Modules that import this are skipped where there is neither.
 """

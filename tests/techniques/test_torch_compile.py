@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 import torch
-from tests.training import curve_of, make_trainer
+from tests.training import MODEL, curve_of, make_trainer
 
 from ridgeline import catalog
 from ridgeline.experiments import make
+from ridgeline.nn.model.init import build
 from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
 
@@ -37,6 +38,33 @@ def test_blocks_are_traced_whole_and_once(text):
         trainer.step()
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1  # one for all blocks
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"family": "gemma", "norm_offset": 1.0, "activation": "gelu_tanh", "output_norms": True},
+        {"family": "gpt_oss", "activation": "swigluoai", "attention_sinks": True},
+        {"family": "llama4_text", "qk_norm": True, "qk_norm_weight": False},
+        {"family": "gpt_neox", "norm": "layernorm", "rotary_dim": 4, "gated": False, "activation": "gelu"},
+    ],
+    ids=lambda f: f.get("family", "llama"),
+)
+def test_every_gradient_of_compiled_blocks_is_the_plain_one(fields):
+    torch._dynamo.reset()
+    ids = torch.arange(24).view(2, 12)
+    found = []
+    for compiled in (False, True):
+        model = build(MODEL.model_copy(update=fields))
+        for block in model.blocks.values() if compiled else ():
+            block.compile(backend="aot_eager", dynamic=False)
+        torch.logsumexp(model(ids).float(), -1).sum().backward()
+        found.append({n.replace("_orig_mod.", ""): p.grad for n, p in model.named_parameters()})
+    plain, ours = found
+    assert plain.keys() == ours.keys()
+    for name, want in plain.items():
+        assert (want - ours[name]).norm() <= 1e-4 * want.norm(), name
 
 
 @pytest.mark.nightly

@@ -48,7 +48,7 @@ def cells(setting: Setting) -> list[Cell]:
 
 def tested(name: str) -> Figures:
     """Outcomes of a file of tests, which run natively where there is a GPU."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"RIDGELINE_TESTS_ON_GPU": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(ROOT / "tests" / name)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
     if "No module named pytest" in done.stderr:

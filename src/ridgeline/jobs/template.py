@@ -138,7 +138,9 @@ def start_rank(file: Path, mode: str, environment: dict[str, str], sink: IO[str]
 
     Raises :class:`OSError` where ranks cannot be forked.
     """
-    if not sys.platform.startswith("linux") or Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+    hidden = environment.get("CUDA_VISIBLE_DEVICES") == ""  # which AMD's libraries read too
+    gpu = not hidden and (Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists())
+    if gpu or not sys.platform.startswith("linux"):
         raise OSError("ranks that may use a GPU are not forked")
     read_early = sorted(i for i in environment.items() if i[0].startswith(_READ_AT_IMPORT) and i[0] not in _SET_LATER)
     key = (os.getpid(), tuple(read_early))

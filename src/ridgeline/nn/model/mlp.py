@@ -44,6 +44,8 @@ class _SwiGLU(torch.autograd.Function):
 
 def _clamped(gate: Tensor, up: Tensor) -> Tensor:
     gate = gate.clamp(max=_LIMIT)
+    if torch.compiler.is_compiling():
+        return gate * torch.sigmoid(gate * _SLOPE) * (up.clamp(-_LIMIT, _LIMIT) + 1)
     return torch.sigmoid(gate * _SLOPE).mul_(gate).mul_(up.clamp(-_LIMIT, _LIMIT) + 1)
 
 
@@ -69,9 +71,12 @@ class _ClampedSwiGLU(torch.autograd.Function):
 def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
     """activation(gate) · up, all three [..., width]; gpt-oss's clamped one is x · sigmoid(1.702 x) · (up + 1)
     (arXiv:2508.10925)."""
-    if activation == "swigluoai" and not torch.is_grad_enabled():
+    # A compiler derives the backward pass and chooses what to save. PyTorch 2.11's gives no gradients to a function
+    # that returns what it wrote in place (pytorch/pytorch#180642).
+    ours = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if activation == "swigluoai" and not ours:
         return _clamped(gate, up)
-    if activation in ("silu", "swigluoai") and torch.is_grad_enabled():
+    if activation in ("silu", "swigluoai") and ours:
         function = _SwiGLU if activation == "silu" else _ClampedSwiGLU
         y: Tensor = function.apply(gate, up)  # type: ignore[no-untyped-call]
         return y

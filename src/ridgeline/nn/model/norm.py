@@ -70,6 +70,13 @@ def _normalized(
     return (y if weight is None else y.mul_(weight)).to(out_dtype), rstd
 
 
+def _composite(x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, offset: float) -> Tensor:
+    """The same for a compiler, which derives the backward pass and chooses what to save. PyTorch 2.11's gives no
+    gradients to a function that returns what it wrote in place (pytorch/pytorch#180642)."""
+    weight = None if weight is None else _wide(weight) + offset
+    return F.rms_norm(_wide(x), x.shape[-1:], weight, eps).to(out_dtype)
+
+
 def _wide(x: Tensor) -> Tensor:
     """``x`` in a dtype that is safe to sum in; no copy for float32 and float64."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -94,6 +101,8 @@ class RMSNorm(nn.Module):
         if x.is_cuda and x.dtype == weight.dtype and not self.offset:
             # One fused kernel each way on CUDA. On the CPU F.rms_norm is a chain of eager operators: ours is faster.
             return F.rms_norm(x, weight.shape, weight, self.eps).to(out_dtype)
+        if torch.compiler.is_compiling():
+            return _composite(x, weight, self.eps, out_dtype, self.offset)
         if not torch.is_grad_enabled():  # a decode step's norms take less time than autograd's bookkeeping
             return _normalized(x, weight, self.eps, out_dtype, self.offset)[0]
         y: Tensor = _RMSNorm.apply(x, weight, self.eps, out_dtype, self.offset)  # type: ignore[no-untyped-call]
@@ -109,6 +118,8 @@ class UnweightedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` over its last dimension."""
+        if torch.compiler.is_compiling():
+            return _composite(x, None, self.eps, compute_dtype(x), 0.0)
         if not torch.is_grad_enabled():
             return _normalized(x, None, self.eps, compute_dtype(x), 0.0)[0]
         y: Tensor = _RMSNorm.apply(x, None, self.eps, compute_dtype(x), 0.0)  # type: ignore[no-untyped-call]
