@@ -36,7 +36,7 @@ def serving(model, *plan):
 BUDGETS = {
     "train": ("llama-mini", LOW, {"step": 140}),
     "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 175}),
-    "train fp8 rowwise": ("llama-mini", [*LOW, "fp8:scaling=rowwise"], {"step": 183}),
+    "train fp8 rowwise": ("llama-mini", [*LOW, "fp8:scaling=rowwise"], {"step": 205}),
     "train qft": ("llama-mini", ["flash_attention", "qft"], {"step": 1180}),
     "train moe": ("mixtral-tiny", LOW, {"step": 250}),
     "serve": ("llama-mini", [], {"prefill": 39, "decode": 17, "replayed": 23}),
