@@ -75,6 +75,16 @@ def test_a_code_of_a_weight_takes_few_instructions(hopper):
     assert only(hopper, "int4 rows=512 ", "_expand")["instructions"] / (32 * 128 / 128) < 10.5
 
 
+def test_a_row_is_multiplied_by_few_instructions_and_wide_asynchronous_loads(hopper):
+    """Half of the bytes' time at most to issue, as of float8 codes below, also where blocks reach over the edge."""
+    found = [r for r in hopper if r["kernel"] == "_product_of_row"]
+    assert len(found) == 2
+    for r in found:
+        assert r["loop"] / (8 * 512 / (32 * r["warps"])) < 0.5 * 4 * 32 * 2 / (3350 / 132 / 1.755)  # 8.9
+        assert r["loads"]["128"] >= 4
+        assert r["asynchronous"] > 0
+
+
 def test_a_float8_code_takes_few_instructions(hopper):
     """The kernels that write codes take at most half of their bytes' time to issue: a processor's share of 3350 GB/s is
     14.5 bytes a cycle at 1.755 GHz, in which its schedulers issue an instruction for each of 128 threads."""

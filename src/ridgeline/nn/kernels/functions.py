@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from ridgeline.nn.kernels.backends import GatedKernel
 from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
-from ridgeline.nn.kernels.products import linear
+from ridgeline.nn.kernels.products import linear, served_linear
 from ridgeline.nn.model.loss import IGNORE
 
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
@@ -152,7 +152,7 @@ def _activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor,
 
 
 class Product(Protocol):
-    """How merged projections multiply, in place of :data:`PLAIN`."""
+    """How merged projections multiply, in place of :data:`PLAIN` and :data:`SERVED`."""
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
@@ -202,8 +202,17 @@ class _Plain:
         return linear(d, whole.t()), dw
 
 
+class _Served(_Plain):
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        return super().forward(x, weight, bias, trained, grad) if grad else (served_linear(x, weight, bias), ())
+
+
 PLAIN = _Plain()
 """The product in the operands' dtype."""
+SERVED = _Served()
+"""The same of a model that is served on a GPU."""
 
 
 def _trained(parts: tuple[Tensor | None, ...]) -> bool:

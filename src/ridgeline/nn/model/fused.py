@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import has_triton, usable
-from ridgeline.nn.kernels.products import is_linear, linear
+from ridgeline.nn.kernels.products import ServedLinear, choose_served_products, is_linear, linear, served_linear
 from ridgeline.nn.model.attention import Attention, Mask, by_heads, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
 from ridgeline.nn.model.mlp import MLP, expand, gated
@@ -110,7 +110,7 @@ def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
     biased = is_linear(up) and up.bias is not None and not up._forward_hooks
     if mlp.gate_proj is not None or mlp.activation != "gelu_tanh" or not biased or not usable(x, up.weight, up.bias):
         return expand(mlp, x)
-    product = linear(x, up.weight)
+    product = (served_linear if type(up) is ServedLinear else linear)(x, up.weight)
     return functions.bias_activation(product, up.bias, mlp.activation)
 
 
@@ -181,10 +181,11 @@ def _served_together(parts: list[nn.Module]) -> bool:
 
 def fuse_served(model: Transformer) -> None:
     """Let a served model whose weights are on a GPU launch fewer kernels: merged projections, and residual additions
-    within norms. Elsewhere nothing changes."""
+    within norms; and multiply one row by a kernel for that. Elsewhere nothing changes."""
     if not has_triton() or not all(p.is_cuda for p in model.parameters()):
         return
     fuse_elementwise(model)
+    choose_served_products(model)
     for module in model.modules():
         if isinstance(module, Attention):
             parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
@@ -209,7 +210,8 @@ def _product_of(parts: list[nn.Module]) -> functions.Product | None:
     """How linear layers that read one input multiply; None: not in the same way, or with hooks."""
     first = parts[0]
     if not isinstance(first, functions.OwnProduct):
-        return functions.PLAIN if all(_plain(p) for p in parts) else None
+        served = all(type(p) is ServedLinear for p in parts)
+        return (functions.SERVED if served else functions.PLAIN) if all(_plain(p) for p in parts) else None
     same = all(type(p) is type(first) and p.product is first.product for p in parts)
     hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
     return first.product if same and not hooked else None
@@ -271,7 +273,7 @@ def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, f
         return None
     dtype = compute_dtype(x)
     bias = None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(dtype)  # type: ignore[operator]
-    return whole.to(dtype) if product is functions.PLAIN else whole, bias, product
+    return whole.to(dtype) if product in (functions.PLAIN, functions.SERVED) else whole, bias, product
 
 
 def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
