@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from ridgeline.nn.kernels import native
 from ridgeline.nn.quant import native_codes, packed_linear, torch_codes
 from ridgeline.nn.quant.activation_quant import InputCode, code_input
+from ridgeline.nn.quant.codes import Stripes
 from ridgeline.nn.quant.packed import Packed, PackedOutliers
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.spec.errors import Incompatible
@@ -186,7 +187,13 @@ def test_forms_are_chosen_by_what_kernels_take():
     assert held(64, 128, 8, 32) == held(64, 128, 8, 0) == "bytes"
     assert held(60, 100, 4, 100) == "nibbles"  # a whole row, of any width
     assert held(64, 128, 4, 16) == "words"  # groups that are no multiple of 32
-    assert held(64, 128, 4, 128, "cuda") == held(64, 128, 4, 128, fast=False) == "words"
+    assert held(64, 128, 4, 128, fast=False) == held(64, 96, 4, 12, "cuda") == "words"
+    assert held(64, 128, 4, 128, "cuda") == "stripes"
+    for bits, width, group in ((4, 4096, 128), (3, 96, 32), (8, 80, 80), (2, 768, 64)):
+        for symmetric in (True, False):
+            codes = Stripes(record(24, width, bits, group, symmetric))
+            got = sum(t.numel() * t.element_size() for t in codes.parameters())
+            assert got == held_bytes(24, width, bits, group, symmetric, "cuda")
 
 
 @compiled
