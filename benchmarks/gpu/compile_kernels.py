@@ -30,6 +30,7 @@ from ridgeline.nn.kernels.ahead_of_time import compiling
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.nn.quant.ternary import Ternary
+from ridgeline.spec.lowbit import striped, wide_bits
 
 ROWS = 16384
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
@@ -142,10 +143,11 @@ def products() -> Iterator[Case]:
         quick = (bits, out, zero) == (4, 4096, False) and rows in (1, 64, 512)
 
         def call(bits=bits, rows=rows, out=out, width=width, dtype=dtype, zero=zero, group=group):
+            wide, stripe = wide_bits(bits), striped(width, bits, group)
             lowbit_matmul.lowbit_product(
-                e(rows, width, dtype=dtype), e(out, -(-width * bits // 32), dtype=I32),
-                e(out, width // group, dtype=F16), e(out, width // group, dtype=torch.uint8) if zero else None, bits,
-                group,
+                e(rows, width, dtype=dtype), e(out, width * wide // 32, dtype=I32), e(width // group, out, dtype=F16),
+                e(width // group, out, dtype=torch.uint8) if zero else None, wide, 1 << (bits - 1), group, stripe,
+                e(out, dtype=I32),
             )  # fmt: skip
 
         yield Case(label, call, quick)
