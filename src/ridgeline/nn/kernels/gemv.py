@@ -1,11 +1,10 @@
 """Products of one row with a 16-bit weight in Triton, for CUDA devices: a decode step of one sequence reads each weight
 once and does little else.
 
-Each program multiplies a few of the weight's rows, which it streams a block of inputs at a time; all of a row's inputs
-are its own, so that one launch leaves the result, and the order of the sums is always the same. Sums are fp32. One row
-of an H100's bf16, in us (cuBLAS beside it, which splits the inputs and adds the parts in a second launch): 6144x4096
-19.5 (21.4), 4096x4096 13.7 (16.7), 4096x14336 40.9 (45.4), 28672x4096 78.5 (86.1). Imported only where Triton is
-installed.
+Each program multiplies a few of the weight's rows, which it streams a block of inputs at a time; all inputs of a row
+are its own, so that one launch leaves the result (cuBLAS splits them and adds the parts in a second one), and the order
+of the sums is always the same. Sums are fp32. Sizes of a program were chosen on an H100, at the shapes of a model of 8B
+(``benchmarks/gpu/campaign/kernels.py`` times two of them). Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
