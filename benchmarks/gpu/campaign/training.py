@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import statistics
 from collections.abc import Callable
@@ -114,9 +115,11 @@ def stepped(e: Experiment) -> Figures:
     from ridgeline.train.trainer import Trainer
 
     device = setup(1)
-    trainer = Trainer(e, device)
+    gc.collect()  # what a line before this one held
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(e, device)
     taken: list[float] = []
     loss = 0.0
     while len(taken) < e.training.steps and (len(taken) < WARM + 3 or sum(taken[WARM:]) < MEASURED):

@@ -24,7 +24,7 @@ class FP8(Technique):
     """Run the linear layers of the blocks in fp8, with 16-bit activations elsewhere; inference also stores their
     weights in fp8.
 
-    Inputs and weights are e4m3, gradients e5m2; each tensor has a scale from its own largest magnitude. Weights are
+    Inputs, weights and gradients are e4m3; each tensor has a scale from its own largest magnitude. Weights are
     quantized once a pass, and their codes kept for its backward half, unless a technique frees weights between uses,
     moves what is saved, or has several micro-batches in flight. ``gradients`` and ``states`` add the rest of FP8-LM
     (arXiv:2310.18313). On a device without fp8 units the products are emulated in training; at inference weights are
