@@ -251,8 +251,9 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
     x = x.contiguous()
     how = next(each for each in LAUNCHES[stripe] if m <= each.rows)
-    if stripe == 64 and capability() < 90:
-        how = how._replace(block_m=min(how.block_m, 32))  # whose registers would not do
+    if stripe * 32 // bits >= 512 and capability() != 90:
+        # Ampere's registers would not do, and Triton 3.7 makes a kernel of nothing for Blackwell.
+        how = how._replace(block_m=min(how.block_m, 16 if bits == 2 else 32))
     blocks, tiles = row_words // stripe, (triton.cdiv(n, how.block_n), triton.cdiv(m, how.block_m))
     wanted = round(how.programs * processors(x.device) / (tiles[0] * tiles[1]))
     per_split = triton.cdiv(blocks, max(1, min(blocks, wanted)))

@@ -16,7 +16,7 @@ from ridgeline.spec.lowbit import STRIPES, striped, wide_bits
 
 BLOCK = 2**20
 """Number of weights that are expanded at a time."""
-COUNTED = 32
+COUNTED = 16
 """Outputs of a weight for each counter of programs: no kernel has more programs than counters side by side."""
 _ROWS = 64
 """A multiple of the rows that kernels interleave."""
