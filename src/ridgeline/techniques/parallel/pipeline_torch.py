@@ -48,7 +48,7 @@ class Stage(PipelineStage):
         """Gradients being sent, by micro-batch."""
         self.taken: dict[int, set[int]] = {}
         """Micro-batches whose gradients the previous stage has used when it sends an activation."""
-        self._shapes: dict[Any, tuple[torch.Size, torch.dtype]] = {}
+        self._shapes: dict[Any, tuple[torch.Size, torch.dtype, bool]] = {}
         self._ahead = True
 
     def _all(self) -> list[Any]:
@@ -64,15 +64,15 @@ class Stage(PipelineStage):
 
     def _drop(self, info: Any) -> None:
         if getattr(info, "buffer", None) is not None:
-            self._shapes[info] = (info.buffer.shape, info.buffer.dtype)
+            self._shapes[info] = (info.buffer.shape, info.buffer.dtype, info.buffer.requires_grad)
             info.buffer = None
 
     def _receive(self, infos: Any) -> None:
         self._begin()
         for info in infos:
             if info in self._shapes:
-                shape, dtype = self._shapes[info]
-                info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
+                shape, dtype, trained = self._shapes[info]
+                info.buffer = torch.empty(shape, dtype=dtype, device=self.device, requires_grad=trained)
 
     def get_fwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
         """Operations that receive an activation."""
@@ -123,6 +123,11 @@ class Stage(PipelineStage):
             for p in group.fsdp_params if group else ():
                 p.accumulate_unsharded_grad_if_needed()
                 p.to_accumulated_grad_if_needed()
+
+    def clear_runtime_states(self) -> None:
+        """Before and after a step. Received activations, whose gradients PyTorch would clear too, are already freed."""
+        self.fwd_cache.clear()
+        self.output_chunks.clear()
 
     def _free_sent(self) -> None:
         """Wait for the activations that were sent: in the communication order that both follow, the peer's receive
