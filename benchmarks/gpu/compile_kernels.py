@@ -25,11 +25,12 @@ import torch
 import triton
 
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn.kernels import float8, gpu, lowbit_matmul, paged_attention, paged_store, ternary_decode
+from ridgeline.nn.kernels import float8, gemv, gpu, lowbit_matmul, paged_attention, paged_store, ternary_decode
 from ridgeline.nn.kernels.ahead_of_time import compiling
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.nn.quant.ternary import Ternary
+from ridgeline.spec.lowbit import striped, wide_bits
 
 ROWS = 16384
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
@@ -118,7 +119,18 @@ def encodings() -> Iterator[Case]:
 
 
 def products() -> Iterator[Case]:
-    """Products with low-bit and with ternary weights."""
+    """Products of one row, with low-bit and with ternary weights."""
+    for out, width, dtype, biased in (
+        (28672, 4096, BF16, False), (4096, 14336, BF16, False), (6144, 4096, F16, False), (128256, 2048, BF16, False),
+        (151936, 896, BF16, False), (1152, 904, BF16, True),
+    ):  # fmt: skip
+
+        def row(out=out, width=width, dtype=dtype, biased=biased):
+            given = e(1, width, dtype=dtype), e(out, width, dtype=dtype), e(out, dtype=dtype) if biased else None
+            gemv.product_of_row(*given)
+
+        label = f"row {out}x{width} {NAMES[dtype]}{' + bias' if biased else ''}"
+        yield Case(label, row, (out, width) in ((28672, 4096), (1152, 904)))
     for bits, rows, (out, width), dtype, zero, group in (
         *((4, m, (4096, 4096), BF16, False, 128) for m in (1, 4, 16, 64, 512, 4096)),
         (4, 1, (4096, 14336), F16, True, 128), (4, 64, (14336, 4096), F16, True, 128),
@@ -131,10 +143,11 @@ def products() -> Iterator[Case]:
         quick = (bits, out, zero) == (4, 4096, False) and rows in (1, 64, 512)
 
         def call(bits=bits, rows=rows, out=out, width=width, dtype=dtype, zero=zero, group=group):
+            wide, stripe = wide_bits(bits), striped(width, bits, group)
             lowbit_matmul.lowbit_product(
-                e(rows, width, dtype=dtype), e(out, -(-width * bits // 32), dtype=I32),
-                e(out, width // group, dtype=F16), e(out, width // group, dtype=torch.uint8) if zero else None, bits,
-                group,
+                e(rows, width, dtype=dtype), e(out, width * wide // 32, dtype=I32), e(width // group, out, dtype=F16),
+                e(width // group, out, dtype=torch.uint8) if zero else None, wide, 1 << (bits - 1), group, stripe,
+                e(out, dtype=I32),
             )  # fmt: skip
 
         yield Case(label, call, quick)

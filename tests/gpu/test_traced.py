@@ -27,8 +27,8 @@ def training(model, plan, text, documents=False, **changes):
     return make(shallow(model).model_copy(update=changes), "h100-sxm", workload, plan)
 
 
-def serving(model, *plan):
-    workload = Serve(prompt_len=8, output_len=8, dtype="bf16", max_model_len=256)
+def serving(model, *plan, **fields):
+    workload = Serve(prompt_len=8, output_len=8, dtype="bf16", max_model_len=256, **fields)
     return Experiment(model=shallow(model), cluster=catalog.cluster("h100-sxm"), workload=workload,
                       plan=Plan.parse([*default_plan("serve"), *plan]))  # fmt: skip
 
@@ -65,6 +65,7 @@ def traced(tmp_path_factory):
     text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
     given = {n: training(m, p, text) if n.startswith("train") else serving(m, *p) for n, (m, p, _) in BUDGETS.items()}
     given |= {n: training("llama-mini", LOW, text, *more, **changes) for n, (more, changes) in MASKED.items()}
+    given |= {f"sequences {n}": serving("llama-mini", max_num_seqs=n) for n in (1, 2)}
     given["filters"] = serving("llama-mini")
     given["compress"] = make("llama-mini", "h100-sxm", {"kind": "compress", "seq_len": 64},
                              ["wanda", "rtn:bits=4,group_size=64"])  # fmt: skip
@@ -115,6 +116,16 @@ def test_predicted_casts_to_fp8_are_those_that_are_launched(traced, scaling):
 def test_a_gpu_has_the_next_step_while_the_host_waits_for_tokens(traced, name):
     found = traced[name]["decode"]
     assert found.launches <= found.behind + 1  # all of it but the numbers that went ahead
+
+
+def test_one_sequence_is_multiplied_by_the_kernel_for_one_row(traced):
+    """Four products of each of two layers in the graph, and the head; of two sequences none."""
+    one, two = (traced[f"sequences {n}"]["decode"] for n in (1, 2))
+    assert (one.kernels["product_of_row"], one.operators["product_of_row"]) == (8, 1)
+    assert not {"mm", "addmm"} & {*one.kernels, *one.operators}
+    assert "product_of_row" not in {*two.kernels, *two.operators}
+    assert not one.wrong
+    assert (one.launches, one.replayed) == (two.launches, two.replayed)
 
 
 def test_filters_of_a_whole_batch_wait_twice_at_most(traced):

@@ -3,6 +3,7 @@ libraries themselves runs without a GPU; on one, ``make gpu`` compares them with
 
 import inspect
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,7 +118,17 @@ def test_the_fastest_is_taken(registered):
         kernels = Kernels(measured=measured)
         assert kernels.find("attention.decode", registered) == found
         assert kernels.taken["attention.decode"].startswith("torch" if found else "ridgeline")
-        assert ("reference kernel" in kernels.notes()[0]) == (found is None)
+        assert bool(kernels.notes()) == (found is not None)
+
+
+def test_kernels_far_from_the_roof_say_so(registered):
+    kernels = Kernels()
+    kernels.find("attention.prefill", registered)
+    kernels.find("attention.decode", replace(registered, coded=True))
+    kernels.own("norm", registered.device)
+    assert kernels.notes() == [
+        "reference kernel, far from the GPU's roof: our own for attention.decode, attention.prefill"
+    ]
 
 
 def test_a_wish_comes_first_or_is_refused(registered):

@@ -6,28 +6,65 @@ import torch.nn.functional as F
 from tests.nn.interpreter import DEVICE
 from tests.nn.test_packed_linear import record, rows
 
-from ridgeline.nn.kernels.lowbit_matmul import lowbit_product
-from ridgeline.nn.quant.packed import pack_bits
+from ridgeline.nn.kernels import lowbit_matmul
+from ridgeline.nn.kernels.lowbit_matmul import MANY_ROWS, lowbit_product
+from ridgeline.nn.quant.codes import Stripes
+
+
+def product(x, codes, bias=None, dtype=None):
+    c = codes.to(DEVICE)
+    return lowbit_product(x.to(DEVICE), c.words, c.scale, c.zero, c.bits, c.center, c.group, c.stripe, c.arrived,
+                          None if bias is None else bias.to(DEVICE), dtype).cpu()  # fmt: skip
+
+
+def off(got, want):
+    return float((got.double() - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize(("out", "width", "group"), [(40, 128, 64), (33, 96, 32), (16, 80, 80), (8, 48, 12)])
+@pytest.mark.parametrize(("out", "width", "group"), [(40, 512, 64), (33, 96, 32), (16, 80, 80), (70, 256, 128)])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_product(bits, out, width, group, symmetric):
     p = record(out, width, bits, group, symmetric)
-    words = pack_bits(p.codes, bits)
-    zero = None if p.zero is None else p.zero.to(DEVICE)
-    for m in (3, 18):
-        x = rows(m, width)
-        got = lowbit_product(x.to(DEVICE), words.to(DEVICE), p.scale.to(DEVICE), zero, bits, group).cpu()
-        want = F.linear(x.double(), p.dense(torch.float64))
-        close = 1e-5 if DEVICE == "cpu" else 2e-3  # tensor cores round fp32 operands
-        assert float((got.double() - want).norm() / want.norm()) < close
+    codes, bias = Stripes(p), torch.randn(out, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(codes.rows(0, out, torch.float32), p.dense())
+    for m in (1, 18):
+        for dtype in (torch.bfloat16, torch.float16):
+            x = rows(m, width).to(dtype)
+            want = F.linear(x.double(), p.dense(torch.float64), bias.double())
+            assert off(product(x, codes, bias, torch.float32), want) < 1e-5  # sums and weights are not rounded
+            assert off(product(x, codes, bias), want) < 2**-7  # which the interpreter truncates to bf16
+    x = rows(3, width)  # fp32: expanded
+    close = 1e-5 if DEVICE == "cpu" else 2e-3  # tensor cores round fp32 operands
+    assert off(product(x, codes), F.linear(x.double(), p.dense(torch.float64))) < close
 
 
-def test_splits_of_the_inputs_are_summed():
-    p = record(16, 1024, 4, 128, True)
-    x = rows(2, 1024).bfloat16()
-    got = lowbit_product(x.to(DEVICE), pack_bits(p.codes, 4).to(DEVICE), p.scale.to(DEVICE), None, 4, 128).cpu()
+def test_many_rows_take_the_expanded_weight():
+    p = record(40, 512, 4, 64, False)
+    x = rows(MANY_ROWS + 1, 512).bfloat16()
+    assert off(product(x, Stripes(p)), F.linear(x.double(), p.dense(torch.float64))) < 1e-2
+
+
+def test_splits_of_the_inputs_are_added_and_counters_return_to_zero(monkeypatch):
+    p = record(70, 2048, 4, 128, True)
+    codes, x = Stripes(p), rows(2, 2048).bfloat16()
     want = F.linear(x.double(), p.dense(torch.float64))
-    assert float((got.double() - want).norm() / want.norm()) < 1e-2
+    first = product(x, codes, dtype=torch.float32)
+    assert off(first, want) < 1e-5
+    assert not codes.arrived.any()
+    assert torch.equal(product(x, codes, dtype=torch.float32), first)
+    monkeypatch.setattr(lowbit_matmul, "processors", lambda device: 0)  # not split
+    assert off(product(x, codes, dtype=torch.float32), want) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_parts_are_those_of_the_weight(bits, symmetric):
+    p = record(64, 512, bits, 64, symmetric)
+    codes, dense = Stripes(p), p.dense()
+    assert torch.equal(codes.part(0, 16, 48).rows(0, 32, torch.float32), dense[16:48])
+    half = codes.part(1, 256, 512)
+    assert torch.equal(half.rows(0, 64, torch.float32), dense[:, 256:])
+    x = rows(2, 256).bfloat16()
+    assert off(product(x, half, dtype=torch.float32), F.linear(x.double(), dense[:, 256:].double())) < 1e-5
+    assert torch.equal(codes.part(1, 32, 96).rows(0, 64, torch.float32), dense[:, 32:96])  # within groups

@@ -11,7 +11,7 @@ from ridgeline.nn.model.attention import Attention, project
 from ridgeline.nn.model.mlp import MLP, expand
 from ridgeline.nn.quant import native_codes, packed_linear, torch_codes
 from ridgeline.nn.quant.activation_quant import InputCode, code_input
-from ridgeline.nn.quant.codes import Words
+from ridgeline.nn.quant.codes import Stripes
 from ridgeline.nn.quant.packed import Packed, PackedOutliers
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.spec.errors import Incompatible
@@ -191,7 +191,13 @@ def test_forms_are_chosen_by_what_kernels_take():
     assert held(64, 128, 8, 32) == held(64, 128, 8, 0) == "bytes"
     assert held(60, 100, 4, 100) == "nibbles"  # a whole row, of any width
     assert held(64, 128, 4, 16) == "words"  # groups that are no multiple of 32
-    assert held(64, 128, 4, 128, "cuda") == held(64, 128, 4, 128, fast=False) == "words"
+    assert held(64, 128, 4, 128, fast=False) == held(64, 96, 4, 12, "cuda") == "words"
+    assert held(64, 128, 4, 128, "cuda") == "stripes"
+    for bits, width, group in ((4, 4096, 128), (3, 96, 32), (8, 80, 80), (2, 768, 64)):
+        for symmetric in (True, False):
+            codes = Stripes(record(24, width, bits, group, symmetric))
+            got = sum(t.numel() * t.element_size() for t in codes.parameters())
+            assert got == held_bytes(24, width, bits, group, symmetric, "cuda")
 
 
 @compiled
@@ -268,7 +274,7 @@ def test_codes_of_one_input_are_one_product(bits, symmetric):
     pairs = [(attention, "q_proj", 64), (attention, "k_proj", 32), (attention, "v_proj", 32)]
     for i, (module, name, out) in enumerate([*pairs, (mlp, "gate_proj", 96), (mlp, "up_proj", 96)]):
         layer = PackedLinear(p := record(out, 64, bits, 32, symmetric, i))
-        layer.codes = Words(p)
+        layer.codes = Stripes(p)
         setattr(module, name, layer)
     x = rows(5, 64)[None]
     with torch.inference_mode():
@@ -276,15 +282,15 @@ def test_codes_of_one_input_are_one_product(bits, symmetric):
         groups = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
         held = [[{n: t.clone() for n, t in m.state_dict().items()} for m in group] for group in groups]
         for group, before in zip(groups, held, strict=True):
-            assert fused._lay_words_together(group)
+            assert fused._lay_codes_together(group)
             assert len({m.codes.words.untyped_storage().data_ptr() for m in group}) == 1
             for m, state in zip(group, before, strict=True):
                 assert all(torch.equal(t, state[n]) for n, t in m.state_dict().items())
-        whole = fused._product_of_words(x, groups[0])
+        whole = fused._product_of_codes(x, groups[0])
         assert whole.shape == (1, 5, 128)
         for got, right in zip(fused.project_merged(attention, x, None), want, strict=True):
             torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(fused.expand_merged(mlp, x), inner, rtol=1e-5, atol=1e-5)
         attention.k_proj.codes.words = torch.nn.Parameter(attention.k_proj.codes.words.clone(), requires_grad=False)
-        assert fused._product_of_words(x, groups[0]) is None  # and each by itself again
+        assert fused._product_of_codes(x, groups[0]) is None  # and each by itself again
         assert all(torch.equal(a, b) for a, b in zip(fused.project_merged(attention, x, None), want, strict=True))

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from ridgeline.nn.model.init import DTYPES, allocate
+from ridgeline.nn.model.transformer import Transformer
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.request import EngineRequest, Sampling
+from ridgeline.spec.experiment import Experiment
 
 
 def clock() -> float:
@@ -16,6 +19,17 @@ def clock() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def random_model(e: Experiment, device: torch.device) -> Transformer:
+    """A model with random weights, drawn on the device: their values do not matter here."""
+    with torch.device("meta"):
+        model = Transformer(e.model)
+    allocate(model, device, DTYPES[e.dtype])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(0.0, 0.02)
+    return model
 
 
 def prompts(vocabulary: int, lengths: list[int]) -> list[list[int]]:
@@ -44,7 +58,10 @@ def finished(engine: Engine, lengths: list[int], new: int) -> list[list[int]]:
 
 
 def steps(engine: Engine, lengths: list[int], new: int, prefix: str = "") -> tuple[list[float], list[float], int]:
-    """(seconds of steps with prompts, of steps that only decode with every request running, tokens of the latter)."""
+    """(seconds of steps with prompts, of steps that only decode with every request running, tokens of the latter).
+
+    A step ends when its tokens are on the host; the device may be at the next one then, as in a server.
+    """
     add(engine, lengths, new, prefix)
     prompt: list[float] = []
     decode: list[float] = []
@@ -52,9 +69,9 @@ def steps(engine: Engine, lengths: list[int], new: int, prefix: str = "") -> tup
     tokens = 0
     while engine.has_work():
         decoding = len(told) == len(lengths)
-        start = clock()
+        start = time.perf_counter()
         events: list[Any] = engine.step()
-        seconds = clock() - start
+        seconds = time.perf_counter() - start
         whole = decoding and len(engine.groups) == len(lengths)
         for event in events:
             if event.error:

@@ -18,6 +18,7 @@ from campaign.probe import rates, said
 from ridgeline.graph.graph import Op
 from ridgeline.measure.probing.gpu_operators import ROTATE_BYTES, timed
 from ridgeline.nn.kernels import functions
+from ridgeline.nn.kernels.products import served_linear
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.codec import E4M3, encode, layouts, peak_of, scale_for
 from ridgeline.nn.quant.packed import Packed
@@ -95,6 +96,10 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
         moved = (8.0 if rowwise else 6.0) * rows * width
         label = f"fp8 codes, also transposed{', by rows' if rowwise else ''}, {rows}x{width}"
         found.append((label, _op("cast", moved, "bf16"), partial(_float8, setting, rows, width, rowwise)))
+    for out, width in ((28672, 4096), (4096, 14336)):
+        op = Op("product", "", "gemm", flops=2.0 * out * width, bytes=2.0 * (out * width + width + out), dtype="bf16",
+                shape=(1, out, width))  # fmt: skip
+        found.append((f"product of 1 row, {out}x{width} bf16", op, partial(_row, setting, out, width)))
     ternary = Op("product", "", "gemm", flops=2.0 * 4096 * 4096, bytes=4096 * 4096 * 0.1, dtype="bf16",
                  shape=(1, 4096, 4096))  # fmt: skip
     found.append(("ternary product, 1 row, 4096x4096", ternary, partial(_ternary, 4096, 4096)))
@@ -245,6 +250,13 @@ def _codes(setting: Setting, rows: int, out: int, width: int, bits: int, dtype: 
         others["torch"] = partial(torch._weight_int4pack_mm, x, *tinygemm(drawn.to(device), record.scale.to(device)))
     return Calls([partial(layer, x) for layer in layers], [partial(F.linear, x, w) for w in weights],
                  lambda: F.linear(x.float(), dense), others)  # fmt: skip
+
+
+def _row(setting: Setting, out: int, width: int) -> Calls:
+    weights = [_randn(setting, out, width, dtype=torch.bfloat16) for _ in range(_copies(2.0 * out * width))]
+    x = _randn(setting, 1, width, dtype=torch.bfloat16)
+    return Calls([partial(served_linear, x, w) for w in weights], [partial(F.linear, x, w) for w in weights],
+                 lambda: F.linear(x.float(), weights[0].float()))  # fmt: skip
 
 
 def tinygemm(codes: Tensor, scale: Tensor) -> tuple[Tensor, int, Tensor]:

@@ -45,7 +45,7 @@ def cells(setting: Setting) -> list[Cell]:
     found += [_decode(setting, large, "drafts", ("speculative",), b) for b in (1, 8)]
     found += [_decode(setting, "qwen3-30b-a3b", "bf16", (), b) for b in (1, 64)]
     found += [_prompt(setting, large, n) for n in (512, 4096)]
-    found += [_load(setting, large, n) for n in (8, 64)]
+    found += [_load(setting, m, n) for m, n in ((small, 8), (small, 64), (large, 8), (large, 64))]
     peers = (("transformers", small, transformers_decode), ("vLLM", small, vllm_decode), ("vLLM", large, vllm_decode))
     for who, model, ask in peers:
         found += [Cell(f"{model}, {who}, decode, batch {b}", partial(ask, setting, model, b), limit=300.0)
@@ -121,6 +121,7 @@ _made: dict[str, Any] = {}
 
 def _engine(e: Experiment) -> Any:
     """An engine for the experiment, however many clients it has: the last one if it is like that."""
+    from campaign.engine import random_model
     from ridgeline.jobs.worker import setup
     from ridgeline.serve.build_engine import make_engine
 
@@ -129,7 +130,8 @@ def _engine(e: Experiment) -> Any:
     key = given.model_dump_json()
     if key not in _made:
         _free()
-        _made[key] = make_engine(e, setup(1))
+        device = setup(1)
+        _made[key] = make_engine(e, device, random_model(e, device))
     return _made[key]
 
 
@@ -203,15 +205,14 @@ def load(given: Any) -> Figures:
     return {k: result.metrics[k].value for k in LOADED if k in result.metrics}
 
 
-def _checkpoint(model: str, folder: str) -> None:
+def _checkpoint(setting: Setting, model: str, folder: str) -> None:
     import torch
 
-    from ridgeline import catalog
+    from campaign.engine import random_model
     from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
-    from ridgeline.nn.model.init import build
 
     _free()
-    save_checkpoint(build(catalog.model(model), "cuda", torch.bfloat16), Path(folder))
+    save_checkpoint(random_model(experiment(setting, model, (), 1, PROMPT, NEW), torch.device("cuda")), Path(folder))
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -226,7 +227,7 @@ def transformers_decode(setting: Setting, model: str, batch: int) -> Figures:
     from campaign.engine import clock, prompts
 
     with tempfile.TemporaryDirectory() as folder:
-        _checkpoint(model, folder)
+        _checkpoint(setting, model, folder)
         auto: Any = transformers.AutoModelForCausalLM
         theirs = auto.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
     ids = torch.tensor(prompts(theirs.config.vocab_size, [PROMPT] * batch), device="cuda")
@@ -254,7 +255,7 @@ def vllm_decode(setting: Setting, model: str, batch: int) -> Figures:
     from campaign.engine import prompts
 
     with tempfile.TemporaryDirectory() as folder:
-        _checkpoint(model, folder)
+        _checkpoint(setting, model, folder)
         llm = vllm.LLM(folder, skip_tokenizer_init=True, max_model_len=PROMPT + NEW + 1, max_num_seqs=batch,
                        gpu_memory_utilization=0.6, enable_prefix_caching=False)  # fmt: skip
         ids = prompts(llm.llm_engine.model_config.get_vocab_size(), [PROMPT] * batch)

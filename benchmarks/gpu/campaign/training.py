@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import statistics
 from collections.abc import Callable
@@ -25,18 +26,18 @@ COMPILED = (*BASE[:2], "fused_layers:projections=false,elementwise=false", "torc
 PLANS = {
     "bf16": BASE,
     "bf16, compile": COMPILED,
-    "fp8": (*BASE, "fp8"),
     "fp8 by rows": (*BASE, "fp8:scaling=rowwise"),
+    "fp8": (*BASE, "fp8"),
     "unfused": BASE[:2],
-    "unfused attention": (BASE[0], BASE[2]),
-    "fp32": BASE[1:],
-    "16-bit weights": ("mixed_precision:weights=low", *BASE[1:]),
     "recompute": (*BASE, "recompute"),
     "8-bit optimizer": (*BASE, "adamw8bit"),
+    "16-bit weights": ("mixed_precision:weights=low", *BASE[1:]),
     "static memory": (*BASE, "static_memory"),
+    "lomo": (*BASE, "lomo"),
     "activations on the host": (*BASE, "activation_offload"),
     "optimizer on the host": (*BASE, "zero_offload"),
-    "lomo": (*BASE, "lomo"),
+    "unfused attention": (BASE[0], BASE[2]),
+    "fp32": BASE[1:],
 }
 LARGER = {"bf16, recompute": (*BASE, "recompute"), "fp8, recompute": (*BASE, "recompute", "fp8"),
           "fp8 by rows, recompute": (*BASE, "recompute", "fp8:scaling=rowwise"),
@@ -54,7 +55,7 @@ def cells(setting: Setting) -> list[Cell]:
     if setting.small:
         work = {"kind": "pretrain", "seq_len": 64, "batch_size": 2, "steps": 3}
         return [_cell(setting, "llama-tiny", work, n, p) for n, p in (("fp32", ()), ("fp32, fused", BASE[1:]))]
-    work = {"kind": "pretrain", "seq_len": 4096, "batch_size": 4, "steps": 12}
+    work = {"kind": "pretrain", "seq_len": 4096, "batch_size": 4, "steps": 24}
     found = [_cell(setting, "llama3.2-1b", work, n, p) for n, p in PLANS.items()]
     found += [_cell(setting, "llama3.2-3b", {**work, "batch_size": 2}, n, p) for n, p in LARGER.items()]
     found.append(_cell(setting, "llama3.2-1b", work, "bf16, Hugging Face Trainer", BASE[:2], backend="hf"))
@@ -114,9 +115,11 @@ def stepped(e: Experiment) -> Figures:
     from ridgeline.train.trainer import Trainer
 
     device = setup(1)
-    trainer = Trainer(e, device)
+    gc.collect()  # what a line before this one held
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(e, device)
     taken: list[float] = []
     loss = 0.0
     while len(taken) < e.training.steps and (len(taken) < WARM + 3 or sum(taken[WARM:]) < MEASURED):

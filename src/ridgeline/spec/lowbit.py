@@ -21,8 +21,14 @@ TILE = 32
 SHAPE_BYTES = 16
 """Of ``weight_shape``, two int64 beside every packed weight of a checkpoint."""
 
-Form = Literal["nibbles", "bytes", "words"]
-"""How a layer holds a weight [out, in]: nibbles: two codes a byte; bytes: int8; words: the bits as stored."""
+STRIPES = (64, 32, 16)
+"""Words of a row that GPU kernels take at a time: code i of word j is input i · stripe + j of a block."""
+_LONGEST_STRIPE = {2: 32, 4: 64, 8: 32}
+"""By bits: what is fastest on an H100, with one row and with many."""
+
+Form = Literal["nibbles", "bytes", "words", "stripes"]
+"""How a layer holds a weight [out, in]: nibbles: two codes a byte; bytes: int8; words: the bits as stored; stripes:
+codes of 2, 4 or 8 bits in words, inputs in the order of the GPU kernels."""
 
 
 def held(out: int, width: int, bits: int, group_size: int, device: str = "cpu", fast: bool = True) -> Form:
@@ -30,7 +36,23 @@ def held(out: int, width: int, bits: int, group_size: int, device: str = "cpu", 
     group = group_size or width
     if fast and device == "cpu" and (group % LANES == 0 or group == width):
         return "bytes" if bits > 4 else "nibbles"
+    if fast and device == "cuda" and striped(width, bits, group):
+        return "stripes"
     return "words"
+
+
+def wide_bits(bits: int) -> int:
+    """Bits in which GPU kernels hold a code: those of which a word has whole ones."""
+    return next(wide for wide in (2, 4, 8) if bits <= wide)
+
+
+def striped(width: int, bits: int, group: int) -> int:
+    """The stripe of a weight with ``width`` inputs: the longest that fills blocks, else the shortest, whose last block
+    is filled up; 0: groups have no whole stripes."""
+    wide = wide_bits(bits)
+    fitting = [s for s in STRIPES if group % s == 0 and s <= _LONGEST_STRIPE[wide]]
+    even = [s for s in fitting if width * wide % (32 * s) == 0]
+    return (even or fitting[-1:] or [0])[0]
 
 
 def held_bytes(
@@ -40,6 +62,10 @@ def held_bytes(
     form, groups = held(out, width, bits, group_size, device, fast), width // (group_size or width)
     if form == "words":
         return word_bytes(out, width, bits) + out * groups * (2 if symmetric else 3)
+    if form == "stripes":
+        stripe, wide = striped(width, bits, group_size or width), wide_bits(bits)
+        row = 4 * stripe * -(-width * wide // (32 * stripe))
+        return out * (row + groups * (2 if symmetric else 3))
     row = 4 * -(-width // (4 if form == "bytes" else 8))  # four inputs side by side, two codes a byte
     return -(-out // TILE) * TILE * (row + groups * (2 if symmetric else 4))
 

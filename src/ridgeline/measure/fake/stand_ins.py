@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import sys
 import types
+from collections import Counter
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ class _Stream:
 
 
 class _CUDAGraph:
-    kernels = 0
+    kernels: Counter[str]
 
     def pool(self): return (0, 0)  # fmt: skip
 
@@ -91,7 +92,7 @@ class _CUDAGraph:
 
 @contextlib.contextmanager
 def _graph(into, **_):
-    TRACER.recorded = 0
+    TRACER.recorded = Counter()
     try:
         yield
         into.kernels = TRACER.recorded

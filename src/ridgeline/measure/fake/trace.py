@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.spec.errors import UserError
@@ -38,6 +38,8 @@ class StepTrace:
     sequences: int = 0
     replayed: int = 0
     """Kernels of CUDA graphs that the step replays, each by one launch."""
+    kernels: dict[str, int] = field(default_factory=dict)
+    """The same by name."""
     behind: int = 0
     """Launches that the device has left to do, at least, while the host waits."""
     labels: Sequence[str] = ()
@@ -86,8 +88,8 @@ def _steps(found: dict[str, Any]) -> dict[str, StepTrace]:
     return {
         name: StepTrace(
             s["launches"], s["operators"], s["places"], [Wait(**w) for w in s["waits"]],
-            list(dict.fromkeys([*s["wrong"], *s.get("failed", [])])), s.get("sequences", 0), s["replayed"], s["behind"],
-            s.get("labels", []),
+            list(dict.fromkeys([*s["wrong"], *s.get("failed", [])])), s.get("sequences", 0), s["replayed"],
+            s["kernels"], s["behind"], s.get("labels", []),
         )
         for name, s in found["steps"].items()
     }  # fmt: skip

@@ -62,7 +62,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.muted = 0
         """Above 0: stand-ins are computing what a device has one kernel for."""
-        self.recorded: int | None = None
+        self.recorded: Counter[str] | None = None
         """Launches that a CUDA graph records just now, during which the host cannot wait; None: none does."""
         self.total = 0
         """Launches since the beginning, which :meth:`reset` leaves."""
@@ -77,7 +77,7 @@ class Tracer(TorchDispatchMode):
         self.behind: int | None = None
         """Least number of launches that were queued behind what the host waited for: the device's work meanwhile."""
         self.wrong: Counter[str] = Counter()
-        self.replayed = 0
+        self.replayed: Counter[str] = Counter()
         """Kernels of replayed graphs, which the host does not launch."""
 
     def pin(self, t: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Tracer(TorchDispatchMode):
         if self.muted:
             return
         if self.recorded is not None:
-            self.recorded += 1
+            self.recorded[name] += 1
             return
         self.operators[name] += 1
         self.total += 1
@@ -200,7 +200,8 @@ class Tracer(TorchDispatchMode):
         """What was counted, as plain data."""
         return {
             "launches": sum(self.operators.values()),
-            "replayed": self.replayed,
+            "replayed": sum(self.replayed.values()),
+            "kernels": dict(self.replayed.most_common()),
             "behind": self.behind or 0,
             "operators": dict(self.operators.most_common()),
             "places": dict(self.places.most_common()),

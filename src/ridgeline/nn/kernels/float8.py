@@ -166,6 +166,9 @@ def encode_transposed(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Te
     """Codes of ``x`` [m, k], the same transposed [k, m], and the inverse of their scale (fp32 scalar)."""
     x = x.contiguous()
     rows, columns = x.shape
+    if rows % 16 and x.dtype == torch.float32:  # which Triton 3.6 transposes wrong on Hopper
+        codes, _, inverse = encode(x, dtype, largest)
+        return codes, codes.t().contiguous(), inverse
     codes, transposed = _pair(x, dtype)
     scales = torch.empty(2 * ALIGNED, dtype=torch.float32, device=x.device)
     peaks = _peaks_of(x)

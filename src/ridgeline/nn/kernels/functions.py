@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ridgeline.nn.kernels.backends import GatedKernel
 from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
-from ridgeline.nn.kernels.products import linear
+from ridgeline.nn.kernels.products import linear, served_linear
 from ridgeline.nn.model.loss import IGNORE
 
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
@@ -44,6 +44,19 @@ def adjacent(parts: list[Tensor]) -> Tensor | None:
         place += p.numel()
     rows = sum(p.shape[0] for p in parts)
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def adjacent_columns(parts: list[Tensor]) -> Tensor | None:
+    """Matrices [g, n_i] whose rows are consecutive parts of the rows of one matrix, as that: [g, Σ n_i]; None if they
+    are not."""
+    first, width = parts[0], sum(p.shape[1] for p in parts)
+    storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
+    for p in parts:
+        same = p.dtype == first.dtype and p.shape[0] == first.shape[0] and p.stride() == (width, 1)
+        if not same or p.untyped_storage().data_ptr() != storage or p.storage_offset() != place:
+            return None
+        place += p.shape[1]
+    return first.detach().as_strided((first.shape[0], width), (width, 1), first.storage_offset())
 
 
 class _AddNorm(torch.autograd.Function):
@@ -153,7 +166,7 @@ def _activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor,
 
 
 class Product(Protocol):
-    """How merged projections multiply, in place of :data:`PLAIN`."""
+    """How merged projections multiply, in place of :data:`PLAIN` and :data:`SERVED`."""
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
@@ -203,8 +216,17 @@ class _Plain:
         return linear(d, whole.t()), dw
 
 
+class _Served(_Plain):
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        return super().forward(x, weight, bias, trained, grad) if grad else (served_linear(x, weight, bias), ())
+
+
 PLAIN = _Plain()
 """The product in the operands' dtype."""
+SERVED = _Served()
+"""The same of a model that is served on a GPU."""
 
 
 def _trained(parts: tuple[Tensor | None, ...]) -> bool:

@@ -1,259 +1,269 @@
 """Products with low-bit weights in Triton, for CUDA devices: weights are dequantized in registers.
 
-Weights are stored as in :class:`ridgeline.nn.quant.packed_linear.Words`: int32 words dense along the inputs, scales and
-zeros per group of inputs. Where a word holds whole codes of one group, it is loaded once and a code becomes a float by
-its place in a mantissa; otherwise (3, 5, 6 or 7 bits, uneven groups) each code is looked up. Sums are fp32. Few rows of
-activations are multiplied as vectors, more as tiles on tensor cores, many by PyTorch's own product with a weight that
-is expanded first. Where there are fewer blocks of outputs than processors, the inputs are split between programs, whose
-partial sums are added in order. Imported only where Triton is installed.
+Weights are stored as in :class:`ridgeline.nn.quant.codes.Stripes`: a block of inputs is cut into as many stripes as a
+word has codes, and code i of word j belongs to input j of stripe i. So one shift and mask of a tile of words gives the
+weights of neighboring inputs, in the layout in which tensor cores take them, without any exchange between threads.
+Codes become floats by their place in a mantissa, two at a time; scales multiply the sums of a group. Sums are fp32.
+
+Up to ``MANY_ROWS`` of activations are multiplied on tensor cores with the weight as the left operand, more by PyTorch's
+own product with a weight that is expanded first. Where there are few blocks of outputs, the inputs are split between
+programs; the last of them to finish adds the partial sums in order. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
+from math import gcd
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.target import capability
 
-VECTOR_ROWS = 2
-"""Maximum number of rows that are multiplied as vectors: tensor cores need at least 16."""
+
+class Launch(NamedTuple):
+    """How the product of up to ``rows`` rows is launched; the fastest of those tried on an H100 at the shapes of Llama
+    3.1 8B."""
+
+    rows: int
+    block_m: int
+    """Rows of activations of a program."""
+    block_n: int
+    """Outputs of a program."""
+    warps: int
+    stages: int
+    """Tiles of words in flight."""
+    programs: int
+    """Programs for each processor, which splits of the inputs make up."""
+
+
+_NARROW = (Launch(8, 8, 64, 4, 4, 6), Launch(16, 16, 64, 4, 4, 4), Launch(32, 32, 128, 8, 3, 2),
+           Launch(128, 64, 128, 8, 3, 2))  # fmt: skip
+LAUNCHES = {
+    16: _NARROW, 32: _NARROW,
+    64: (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 128, 8, 3, 2), Launch(128, 64, 128, 8, 2, 1)),
+}  # fmt: skip
+"""By stripe."""
 MANY_ROWS = 128
-"""Number of rows from which on the weight is expanded first: every 64 rows would expand it again."""
+"""Most rows that are multiplied by the kernel; above them every ``block_m`` rows would dequantize the weight again."""
+EXPANDED_ROWS = 8
+"""Outputs of a program that expands a weight."""
+
+# One code of each of two words, as a pair of 16-bit floats less what stands for zero. $3: which halves of the words,
+# $5: how far down, $7: the code's bits, $9: the exponent, $11: 1.0 twice, $13: minus (2^mantissa + zero) twice.
+_PAIR = """{{
+.reg .b32 t;
+prmt.b32 t, $1, $2, $3;
+shr.b32 t, t, $5;
+lop3.b32 t, t, $7, $9, 0xea;
+fma.rn.{0}x2 $0, t, $11, $13;
+}}"""
+# 8 bits do not fit the mantissa of bf16: the lower seven plus 128, less 128 or 256 by the highest one. $5: -1.0 twice.
+_BYTES = """{
+.reg .b32 t, u;
+prmt.b32 t, $1, $2, $3;
+lop3.b32 u, t, 0x00800080, 0x43804380, 0x6a;
+lop3.b32 t, t, 0x007f007f, 0x43004300, 0xea;
+fma.rn.bf16x2 $0, u, $5, t;
+}"""
+PAIR_BF16 = tl.constexpr(_PAIR.format("bf16"))
+PAIR_F16 = tl.constexpr(_PAIR.format("f16"))
+BYTES_BF16 = tl.constexpr(_BYTES)
 
 
 @triton.jit
-def _codes(words, rows, row_words, columns, inside, BITS: tl.constexpr):
-    """Codes [rows, columns] as integers. One of 3, 5, 6 or 7 bits may begin in one word and end in the next."""
-    bit = columns * BITS
-    at = bit >> 5
-    start = (bit & 31)[None, :]
-    mask = inside & (at < row_words)[None, :]
-    base = words + rows[:, None].to(tl.int64) * row_words + at[None, :]
-    low = tl.load(base, mask, other=0).to(tl.uint32, bitcast=True)
-    value = low >> start.to(tl.uint32)
-    if 32 % BITS != 0:
-        across = start + BITS > 32
-        high = tl.load(base + 1, mask & across, other=0).to(tl.uint32, bitcast=True)
-        shift = tl.where(across, 32 - start, 0).to(tl.uint32)
-        value = tl.where(across, value | (high << shift), value)
-    return (value & ((1 << BITS) - 1)).to(tl.int32)
-
-
-@triton.jit
-def _held(words, scale, zero, rows, at, n, row_words, groups, group, BITS: tl.constexpr, HAS_ZERO: tl.constexpr,
-          ONE_GROUP: tl.constexpr):  # fmt: skip
-    """Whole words [rows, at]; what stands for zero, plus 2^BITS, and the scale of each, or of each row where all words
-    lie in one group of inputs. The scale is zero outside."""
-    PER: tl.constexpr = 32 // BITS
-    inside = (rows < n)[:, None] & (at < row_words)[None, :]
-    held = tl.load(words + rows[:, None].to(tl.int64) * row_words + at[None, :], inside, other=0)
-    if ONE_GROUP:
-        which = rows[:, None] * groups + (tl.min(at, 0) * PER // group)
-        known = (rows < n)[:, None] & (tl.min(at, 0) < row_words)
+def _centered(held, center, AT: tl.constexpr, BITS: tl.constexpr, CENTERED: tl.constexpr, ASSEMBLY: tl.constexpr,
+              dtype: tl.constexpr):  # fmt: skip
+    """Code ``AT`` of each of the words, minus ``center`` (broadcastable fp32), in ``dtype``, exactly."""
+    MASK: tl.constexpr = (1 << BITS) - 1
+    if ASSEMBLY and (BITS <= 4 or dtype == tl.float16):
+        PER_HALF: tl.constexpr = 16 // BITS
+        which: tl.constexpr = 0x5410 if AT < PER_HALF else 0x7632
+        down: tl.constexpr = BITS * (AT % PER_HALF)
+        if dtype == tl.bfloat16:
+            minus = (-128.0 - center).to(dtype)
+            return tl.inline_asm_elementwise(
+                PAIR_BF16, "=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [held, which, down, MASK * 0x10001, 0x43004300, 0x3F803F80, minus], tl.bfloat16, True, 2,
+            )  # fmt: skip
+        else:
+            minus = (-1024.0 - center).to(dtype)
+            return tl.inline_asm_elementwise(
+                PAIR_F16, "=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [held, which, down, MASK * 0x10001, 0x64006400, 0x3C003C00, minus], tl.float16, True, 2,
+            )  # fmt: skip
+    elif ASSEMBLY and dtype == tl.bfloat16:
+        signed = tl.inline_asm_elementwise(
+            BYTES_BF16, "=r,r,r,r,r,r,r", [held, 0x4400 + 0x1111 * AT, -0x407F4080], tl.bfloat16, True, 2
+        )
+        return signed if CENTERED else (signed.to(tl.float32) + (128 - center)).to(dtype)
     else:
-        which = rows[:, None] * groups + (at * PER // group)[None, :]
-        known = inside
-    s = tl.load(scale + which, known, other=0.0).to(tl.float32)
-    if HAS_ZERO:
-        center = tl.load(zero + which, known, other=0).to(tl.float32) + (1 << BITS)
-    else:
-        center = tl.full(s.shape, 1.5 * (1 << BITS), tl.float32)
-    return held.to(tl.uint32, bitcast=True), center, s
+        return (((held >> (BITS * AT)) & MASK).to(tl.float32) - center).to(dtype)
 
 
 @triton.jit
-def _code(moved, BITS: tl.constexpr):
-    """2^BITS + the code that stands in words at the top of a float's mantissa."""
+def _raised(held, AT: tl.constexpr, BITS: tl.constexpr):
+    """2^BITS + code ``AT`` of each of the words: the code is moved to the top of a float's mantissa."""
+    UP: tl.constexpr = 23 - BITS - BITS * AT
+    moved = held << UP if UP >= 0 else held >> -UP
     bits = (moved & (((1 << BITS) - 1) << (23 - BITS))) | ((127 + BITS) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _one(held, center, s, AT: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """The weights of code ``AT`` of words, in ``dtype``."""
-    UP: tl.constexpr = 23 - BITS - BITS * AT
-    moved = held << UP if UP >= 0 else held >> -UP
-    return (_code(moved, BITS) * s - center).to(dtype)
-
-
-@triton.jit
-def _two(held, center, s, AT: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Codes AT and AT + HALF, so that joining all puts those of a word in order."""
-    return tl.join(_one(held, center, s, AT, BITS, dtype), _one(held, center, s, AT + HALF, BITS, dtype))
-
-
-@triton.jit
-def _four(held, center, s, AT: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    return tl.join(
-        _two(held, center, s, AT, HALF, BITS, dtype), _two(held, center, s, AT + HALF // 2, HALF, BITS, dtype)
-    )
-
-
-@triton.jit
-def _eight(held, center, s, AT: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    return tl.join(
-        _four(held, center, s, AT, HALF, BITS, dtype), _four(held, center, s, AT + HALF // 4, HALF, BITS, dtype)
-    )
-
-
-@triton.jit
-def _tile(words, scale, zero, rows, start, n, k, row_words, groups, group, BITS: tl.constexpr, HAS_ZERO: tl.constexpr,
-          ONE_GROUP: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-          dtype: tl.constexpr):  # fmt: skip
-    """Weights [BLOCK_N rows, BLOCK_K columns from ``start``] in ``dtype``, zero outside."""
-    if WHOLE:
-        at = start * BITS // 32 + tl.arange(0, BLOCK_K * BITS // 32)
-        held, center, s = _held(words, scale, zero, rows, at, n, row_words, groups, group, BITS, HAS_ZERO, ONE_GROUP)
-        center *= s
-        if BITS == 8:
-            weights = _four(held, center, s, 0, 2, BITS, dtype)
-        elif BITS == 4:
-            weights = _eight(held, center, s, 0, 4, BITS, dtype)
-        else:
-            weights = tl.join(_eight(held, center, s, 0, 8, BITS, dtype), _eight(held, center, s, 1, 8, BITS, dtype))
-        return tl.reshape(weights, [BLOCK_N, BLOCK_K])
-    else:
-        columns = start + tl.arange(0, BLOCK_K)
-        inside = (rows < n)[:, None] & (columns < k)[None, :]
-        codes = _codes(words, rows, row_words, columns, inside, BITS)
-        if ONE_GROUP:  # the whole tile lies in one group of inputs
-            which = rows[:, None] * groups + (tl.min(columns, 0) // group)
-            known = (rows < n)[:, None]
-        else:
-            which = rows[:, None] * groups + (columns // group)[None, :]
-            known = inside
-        s = tl.load(scale + which, known, other=0.0).to(tl.float32)
-        if HAS_ZERO:
-            centered = codes - tl.load(zero + which, known, other=0).to(tl.int32)
-        else:
-            centered = codes - (1 << (BITS - 1))
-        return tl.where(inside, centered.to(tl.float32) * s, 0.0).to(dtype)
-
-
-@triton.jit
-def _vector(x, words, scale, zero, y, m, n, k, row_words, groups, group, per_split, BITS: tl.constexpr,
-            HAS_ZERO: tl.constexpr, ONE_GROUP: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
-            ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """``EVEN``: no tile of inputs reaches over the edge."""
+def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, group, per_split,
+           BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, RUN: tl.constexpr,
+           STRIPE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
+           ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """``RUN``: inputs of a block that lie in one group, whole stripes. ``per_split``: blocks of a program."""
+    PER: tl.constexpr = 32 // BITS
+    BLOCK: tl.constexpr = STRIPE * PER
+    STRIPES: tl.constexpr = RUN // STRIPE
+    # The interpreter runs no assembly, and has no products in bf16.
+    dtype: tl.constexpr = x.dtype.element_ty if ASSEMBLY else tl.float32
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.program_id(1) * per_split
-    end = tl.minimum(begin + per_split, k)
-    lines = tl.arange(0, ROWS)
-    if WHOLE:
-        PER: tl.constexpr = 32 // BITS
-        WORDS: tl.constexpr = BLOCK_K // PER
-        sums = tl.zeros([ROWS, BLOCK_N, WORDS], tl.float32)
-        for start in range(begin, end, BLOCK_K):
-            at = start // PER + tl.arange(0, WORDS)
-            held, center, s = _held(
-                words, scale, zero, rows, at, n, row_words, groups, group, BITS, HAS_ZERO, ONE_GROUP
-            )
-            part = tl.zeros([ROWS, BLOCK_N, WORDS], tl.float32)
-            inputs = tl.zeros([ROWS, WORDS], tl.float32)
-            for i in tl.static_range(PER):
-                there = EVEN or (lines < m)[:, None] & (at * PER + i < k)[None, :]
-                a = tl.load(x + lines[:, None] * k + at[None, :] * PER + i, there, other=0.0).to(tl.float32)
-                up = 23 - BITS - BITS * i
-                moved = held << up if up >= 0 else held >> -up
-                part += a[:, None, :] * _code(moved, BITS)[None, :, :]
-                inputs += a
-            # The distance to what stands for zero is the same for all codes of a word.
-            sums += (part - center[None, :, :] * inputs[:, None, :]) * s[None, :, :]
-        total = tl.sum(sums, 2)
-    else:
-        total = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        for start in range(begin, end, BLOCK_K):
-            columns = start + tl.arange(0, BLOCK_K)
-            w = _tile(words, scale, zero, rows, start, n, k, row_words, groups, group, BITS, HAS_ZERO, ONE_GROUP, WHOLE,
-                      BLOCK_N, BLOCK_K, tl.float32)  # fmt: skip
-            there = (lines < m)[:, None] & (columns < k)[None, :]
-            a = tl.load(x + lines[:, None] * k + columns[None, :], there, other=0.0).to(tl.float32)
-            total += tl.sum(a[:, None, :] * w[None, :, :], 2)
-    to = y + (tl.program_id(1) * m + lines[:, None]).to(tl.int64) * n + rows[None, :]
-    tl.store(to, total, (lines < m)[:, None] & (rows < n)[None, :])
-
-
-@triton.jit
-def _matrix(x, words, scale, zero, y, m, n, k, row_words, groups, group, per_split, BITS: tl.constexpr,
-            HAS_ZERO: tl.constexpr, ONE_GROUP: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.program_id(1) * per_split
     lines = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(begin, tl.minimum(begin + per_split, k), BLOCK_K):
-        columns = start + tl.arange(0, BLOCK_K)
-        w = _tile(words, scale, zero, rows, start, n, k, row_words, groups, group, BITS, HAS_ZERO, ONE_GROUP, WHOLE,
-                  BLOCK_N, BLOCK_K, x.dtype.element_ty)  # fmt: skip
-        there = (lines < m)[:, None] & (columns < k)[None, :]
-        a = tl.load(x + lines[:, None].to(tl.int64) * k + columns[None, :], there, other=0.0)
-        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
-    to = y + (tl.program_id(1) * m + lines[:, None]).to(tl.int64) * n + rows[None, :]
-    tl.store(to, total, (lines < m)[:, None] & (rows < n)[None, :])
+    there = lines < m
+    along = tl.arange(0, STRIPE)
+    first = tl.program_id(1) * per_split
+    last = tl.minimum(first + per_split, row_words // STRIPE)
+    held_at = words + rows[:, None].to(tl.int64) * row_words + along[None, :]
+    x_at = x + lines[None, :].to(tl.int64) * k + along[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        if EVEN_N:
+            held = tl.load(held_at + block * STRIPE)
+        else:
+            held = tl.load(held_at + block * STRIPE, (rows < n)[:, None], other=0)
+        for g in tl.static_range(BLOCK // RUN):
+            which = tl.minimum((block * BLOCK + g * RUN) // group, groups - 1)
+            s = tl.load(scale + which * scale_row + rows, rows < n, other=0.0).to(tl.float32)
+            center = CENTER
+            if HAS_ZERO:
+                center = tl.load(zero + which * scale_row + rows, rows < n, other=0).to(tl.float32)[:, None]
+            part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
+                inside = there[None, :]
+                if not EVEN_K:
+                    inside = inside & (block * BLOCK + i * STRIPE + along < k)[:, None]
+                a = tl.load(x_at + block * BLOCK + i * STRIPE, inside, other=0.0)
+                w = _centered(held, center, i, BITS, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
+                part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
+            total += part * s[:, None]
+    inside = (rows < n)[:, None] & there[None, :]
+    to = lines[None, :].to(tl.int64) * n + rows[:, None]
+    if HAS_BIAS:
+        base = tl.load(bias + rows, rows < n, other=0.0).to(tl.float32)[:, None]
+    else:
+        base = 0.0
+    if SPLIT:
+        _add_parts(parts, arrived, y, total, base, to, inside, m, n)
+    else:
+        tl.store(y + to, (total + base).to(y.dtype.element_ty), inside)
 
 
 @triton.jit
-def _expand(words, scale, zero, y, n, k, row_words, groups, group, BITS: tl.constexpr, HAS_ZERO: tl.constexpr,
-            ONE_GROUP: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(1) * BLOCK_K
-    columns = start + tl.arange(0, BLOCK_K)
-    w = _tile(words, scale, zero, rows, start, n, k, row_words, groups, group, BITS, HAS_ZERO, ONE_GROUP, WHOLE,
-              BLOCK_N, BLOCK_K, y.dtype.element_ty)  # fmt: skip
-    to = y + rows[:, None].to(tl.int64) * k + columns[None, :]
-    tl.store(to, w, (rows < n)[:, None] & (columns < k)[None, :])
+def _add_parts(parts, arrived, y, total, base, to, inside, m, n):
+    """Leave a program's sums; the last one of those outputs adds all in order, and counts from zero again."""
+    splits = tl.num_programs(1)
+    tl.store(parts + tl.program_id(1).to(tl.int64) * m * n + to, total, inside)
+    tl.debug_barrier()
+    counter = arrived + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    before = tl.atomic_add(counter, 1, sem="acq_rel")
+    if before == splits - 1:
+        tl.debug_barrier()
+        whole = tl.zeros(total.shape, tl.float32)
+        from_part = parts + to
+        for _ in range(splits):
+            whole += tl.load(from_part, inside, other=0.0, cache_modifier=".cg")
+            from_part += m * n
+        tl.store(y + to, (whole + base).to(y.dtype.element_ty), inside)
+        tl.atomic_xchg(counter, 0)
 
 
-def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Tensor:
-    """``x`` [M, in] (fp32, bf16 or fp16, contiguous or not) times a quantized weight → [M, out] fp32.
+@triton.jit
+def _expand(words, scale, zero, y, n, k, row_words, scale_row, groups, group, BITS: tl.constexpr,
+            CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr,
+            BLOCK_N: tl.constexpr):  # fmt: skip
+    """The weight [n, k] in the dtype of ``y``."""
+    PER: tl.constexpr = 32 // BITS
+    BLOCK: tl.constexpr = STRIPE * PER
+    STRIPES: tl.constexpr = RUN // STRIPE
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(0)
+    along = tl.arange(0, STRIPE)
+    inside = (rows < n)[:, None]
+    held = tl.load(words + rows[:, None].to(tl.int64) * row_words + block * STRIPE + along[None, :], inside, other=0)
+    held = held.to(tl.uint32, bitcast=True)
+    for g in tl.static_range(BLOCK // RUN):
+        which = tl.minimum((block * BLOCK + g * RUN) // group, groups - 1)
+        s = tl.load(scale + which * scale_row + rows, rows < n, other=0.0).to(tl.float32)[:, None]
+        center = CENTER
+        if HAS_ZERO:
+            center = tl.load(zero + which * scale_row + rows, rows < n, other=0).to(tl.float32)[:, None]
+        for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
+            w = (_raised(held, i, BITS) - (center + (1 << BITS))) * s
+            columns = block * BLOCK + i * STRIPE + along
+            to = y + rows[:, None].to(tl.int64) * k + columns[None, :]
+            tl.store(to, w.to(y.dtype.element_ty), inside & (columns < k)[None, :])
 
-    ``words`` int32 [out, ceil(in·bits / 32)], ``scale`` [out, groups], ``zero`` uint8 [out, groups] or None
-    (2^(bits-1)), ``group`` inputs per scale.
+
+def _run(width: int, group: int, bits: int, stripe: int) -> int:
+    """Inputs with one scale that stand together in every block of words."""
+    return gcd(group, stripe * 32 // bits) if group < width else stripe * 32 // bits
+
+
+def expanded(words: Tensor, scale: Tensor, zero: Tensor | None, width: int, bits: int, center: int, group: int,
+             stripe: int, dtype: torch.dtype) -> Tensor:  # fmt: skip
+    """The weight [out, width] in ``dtype``; arguments as of :func:`lowbit_product`."""
+    n, row_words = words.shape
+    y = torch.empty(n, width, dtype=dtype, device=words.device)
+    _expand[row_words // stripe, triton.cdiv(n, EXPANDED_ROWS)](
+        words, scale, words if zero is None else zero, y, n, width, row_words, scale.stride(0), len(scale), group, bits,
+        float(center), zero is not None, _run(width, group, bits, stripe), stripe, EXPANDED_ROWS,
+    )  # fmt: skip
+    return y
+
+
+def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, center: int, group: int,
+                   stripe: int, arrived: Tensor, bias: Tensor | None = None,
+                   dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    """``x`` [M, in] (fp32, bf16 or fp16, contiguous or not) times a quantized weight, plus ``bias`` [out] → [M, out] in
+    ``dtype`` (that of ``x``).
+
+    ``words`` int32 [out, blocks · stripe] of ``bits`` (2, 4 or 8), ``scale`` [groups, out], ``zero`` uint8
+    [groups, out] or None (``center``), both with rows of one stride, ``group`` inputs per scale, a multiple of
+    ``stripe``. ``arrived`` int32: zeros, which every call leaves behind, at least one for each tile of outputs; calls
+    at one time need their own.
     """
-    x = x.contiguous()
+    dtype = dtype or x.dtype
     m, k = x.shape
     n, row_words = words.shape
-    held = (words, scale, words if zero is None else zero)
-    whole = bits in (2, 4, 8) and group % (32 // bits) == 0
-    shape = (n, k, row_words, k // group, group)
-
-    def flags(block_k: int) -> tuple[int, bool, bool, bool]:
-        """Of the kernels: bits, zeros, one group, whole words."""
-        return bits, zero is not None, group % block_k == 0, whole
-
-    def fitting(block_k: int) -> int:
-        """A block that lies in one group if it can, and has whole words."""
-        while block_k > 32 and group < k and group % block_k:
-            block_k //= 2
-        return block_k
-
-    if m > MANY_ROWS:
-        dense = torch.empty(n, k, dtype=x.dtype, device=x.device)
-        block_k = fitting(128)
-        _expand[triton.cdiv(n, 32), triton.cdiv(k, block_k)](*held, dense, *shape, *flags(block_k), 32, block_k)
-        return F.linear(x, dense).float()
-    few = m <= VECTOR_ROWS
-    # As vectors, each thread has a word of some rows; as tiles, a warp some rows of a product.
-    block_n, block_k = (16 if few else 64), fitting(128 if few else 64)
-    if few and whole:
-        block_k = 2048 // bits  # 64 words of 16 rows
-    blocks = triton.cdiv(n, block_n) * (1 if few else triton.cdiv(m, 64))
-    tiles = triton.cdiv(k, block_k)
-    per_split = triton.cdiv(tiles, max(1, min(tiles, 2 * processors(x.device) // blocks))) * block_k
-    splits = triton.cdiv(k, per_split)
-    y = torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
-    given = (x, *held, y, m, *shape, per_split)
-    if few:
-        even = k % block_k == 0 and m == triton.next_power_of_2(m)
-        _vector[triton.cdiv(n, block_n), splits](*given, *flags(block_k), even, triton.next_power_of_2(m), block_n,
-                                                 block_k, num_warps=2 if whole else 4)  # fmt: skip
-    else:
-        block_m = 64 if m > 32 else 32 if m > 16 else 16
-        grid = (triton.cdiv(n, block_n), splits, triton.cdiv(m, block_m))
-        _matrix[grid](*given, *flags(block_k), block_m, block_n, block_k)
-    return y[0] if splits == 1 else y.sum(0)
+    if m > MANY_ROWS or x.dtype == torch.float32:
+        dense = expanded(words, scale, zero, k, bits, center, group, stripe, x.dtype)
+        return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
+    x = x.contiguous()
+    how = next(each for each in LAUNCHES[stripe] if m <= each.rows)
+    if stripe == 64 and capability() < 90:
+        how = how._replace(block_m=min(how.block_m, 32))  # whose registers would not do
+    blocks, tiles = row_words // stripe, (triton.cdiv(n, how.block_n), triton.cdiv(m, how.block_m))
+    wanted = round(how.programs * processors(x.device) / (tiles[0] * tiles[1]))
+    per_split = triton.cdiv(blocks, max(1, min(blocks, wanted)))
+    splits = triton.cdiv(blocks, per_split)
+    assert arrived.numel() >= tiles[0] * tiles[1]
+    y = torch.empty(m, n, dtype=dtype, device=x.device)
+    parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else y
+    _tiles[tiles[0], splits, tiles[1]](
+        x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
+        row_words, scale.stride(0), len(scale), group, per_split, bits, float(center), zero is not None,
+        bias is not None, _run(k, group, bits, stripe), stripe, n % how.block_n == 0, k * bits == 32 * row_words,
+        splits > 1, isinstance(_tiles, JITFunction), how.block_m, how.block_n, how.stages, num_warps=how.warps,
+    )  # fmt: skip
+    return y

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.memory.step_pages import Pages
 from ridgeline.nn.model.attention import ScoreChanges
 from ridgeline.nn.quant.quantized_kv import ByteCodes, Codes, NibbleCodes
@@ -263,11 +263,6 @@ def _stored(store: Tensor | Codes, out: Tensor) -> tuple[str, Tensor, Tensor, Te
     if isinstance(store, NibbleCodes):
         return "int4", store.codes, store.scale, store.least
     return "native fp8" if capability() >= 89 else "fp8", store.codes.view(torch.uint8), out, out
-
-
-def capability() -> int:
-    """The device's compute capability (90: 9.0); 0 in Triton's interpreter."""
-    return int(driver.active.get_current_target().arch) if isinstance(_attend, triton.JITFunction) else 0
 
 
 def paged_attention(

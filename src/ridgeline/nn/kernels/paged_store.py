@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeline.nn.kernels.paged_attention import capability
+from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.quant.quantized_kv import ByteCodes, Codes, FloatCodes, NibbleCodes
 

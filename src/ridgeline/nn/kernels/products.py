@@ -1,8 +1,10 @@
-"""Products in fp32 on non-Intel CPUs, by oneDNN.
+"""Dense products that PyTorch's choice of library makes slower than they need be.
 
-PyTorch computes them with MKL, which is made for Intel's. With one thread of an AMD EPYC (Zen 4) oneDNN takes 0.70 to
-0.95 of MKL's time (``benchmarks/cpu_products.py``). Gradients of weights stay with MKL: their operands would have to be
-copied. Other dtypes go to oneDNN in any case.
+In fp32 on non-Intel CPUs, by oneDNN: PyTorch computes them with MKL, which is made for Intel's. With one thread of an
+AMD EPYC (Zen 4) oneDNN takes 0.70 to 0.95 of MKL's time (``benchmarks/cpu_products.py``). Gradients of weights stay
+with MKL: their operands would have to be copied. Other dtypes go to oneDNN in any case.
+
+Of one row in 16 bits on GPUs, in served models, by :mod:`~ridgeline.nn.kernels.gemv`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ridgeline.nn.kernels.dispatch import has_triton
 
 LARGE, MANY = 1 << 20, 1 << 26
 """Numbers of a weight, or products with it, from which oneDNN is asked: its first product of a shape takes longer, and
@@ -109,10 +113,48 @@ class Linear(nn.Linear):
             return linear(input, self.weight, self.bias)
 
 
+def served_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of a served model: x [..., k], weight [n, k] → [..., n]."""
+    if torch.compiler.is_compiling() or not _is_row(x, weight, bias):
+        return F.linear(x, weight, bias)
+    from ridgeline.nn.kernels.gemv import product_of_row
+
+    return product_of_row(x, weight, bias)
+
+
+def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel for one row computes it. Looks at shapes alone, not at data."""
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if weight.dtype not in (torch.bfloat16, torch.float16) or weight.requires_grad or not _for_triton(*given):
+        return False
+    n, k = weight.shape
+    return (
+        x.shape[-1] == x.numel() == k > 0
+        and k % 8 == 0  # gemv.ALIGNED, of a module that needs Triton
+        and n > 0
+        and (bias is None or bias.shape == (n,))
+        and all(t.dtype == weight.dtype and t.is_contiguous() for t in given)
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+        and not torch.is_autocast_enabled("cuda")
+    )
+
+
+def _for_triton(*given: Tensor) -> bool:
+    return has_triton() and all(t.is_cuda and type(t) in (Tensor, nn.Parameter) for t in given)
+
+
+class ServedLinear(nn.Linear):
+    """``nn.Linear`` that computes :func:`served_linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] → [..., out]."""
+        return served_linear(input, self.weight, self.bias)
+
+
 def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether it is a linear layer of PyTorch's, or one that :func:`choose_products` made of it; not one of a class of
-    a technique's."""
-    return type(module) in (nn.Linear, Linear)
+    """Whether it is a linear layer of PyTorch's, or one that :func:`choose_products` or :func:`choose_served_products`
+    made of it; not one of a class of a technique's."""
+    return type(module) in (nn.Linear, Linear, ServedLinear)
 
 
 def choose_products(model: nn.Module) -> None:
@@ -121,3 +163,10 @@ def choose_products(model: nn.Module) -> None:
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = Linear
+
+
+def choose_served_products(model: nn.Module) -> None:
+    """Have the plain linear layers of ``model``, which is served on a GPU, compute :func:`served_linear`."""
+    for module in model.modules():
+        if is_linear(module):
+            module.__class__ = ServedLinear

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import has_triton, usable
-from ridgeline.nn.kernels.products import is_linear, linear
+from ridgeline.nn.kernels.products import ServedLinear, choose_served_products, is_linear, linear, served_linear
 from ridgeline.nn.model.attention import Attention, Mask, by_heads, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
 from ridgeline.nn.model.mlp import MLP, expand, gated
 from ridgeline.nn.model.norm import RMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.model.transformer import LMHead, MLMHead, Transformer, TransformerBlock, add_then_norm
-from ridgeline.nn.quant.codes import Words, bare
+from ridgeline.nn.quant.codes import Stripes, bare
 from ridgeline.nn.quant.packed_linear import PackedLinear
 
 # ---- residual additions and norms -----------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
     biased = is_linear(up) and up.bias is not None and not up._forward_hooks
     if mlp.gate_proj is not None or mlp.activation != "gelu_tanh" or not biased or not usable(x, up.weight, up.bias):
         return expand(mlp, x)
-    product = linear(x, up.weight)
+    product = (served_linear if type(up) is ServedLinear else linear)(x, up.weight)
     return functions.bias_activation(product, up.bias, mlp.activation)
 
 
@@ -168,27 +168,39 @@ def _adjoin(tensors: list[Tensor]) -> bool:
     return True
 
 
-def _lay_words_together(parts: list[nn.Module]) -> bool:
-    """The same for the codes of packed ones."""
-    codes = _same_words(parts)
-    return codes is not None and all(_adjoin([getattr(c, name) for c in codes]) for name in _held(codes[0]))
+def _lay_codes_together(parts: list[nn.Module]) -> bool:
+    """The same for the codes of packed ones, whose outputs are rows of the words and columns of the scales."""
+    codes = _same_codes(parts)
+    if codes is None or not _adjoin([c.words for c in codes]):
+        return False
+    for name in _scales(codes[0]):
+        held: list[Tensor] = [getattr(c, name) for c in codes]
+        if functions.adjacent_columns(held) is None:
+            whole = torch.cat([t.detach() for t in held], 1)
+            for t, part in zip(held, whole.split([t.shape[1] for t in held], 1), strict=True):
+                t.data = part
+    counters = torch.cat([c.arrived for c in codes])
+    for c, part in zip(codes, counters.split([len(c.arrived) for c in codes]), strict=True):
+        c.arrived = part
+    return True
 
 
 def _served_together(parts: list[nn.Module]) -> bool:
     """Whether projections of one input are one product, or read it once, from now on."""
-    return _read_once(parts) or _lay_words_together(parts) or lay_together(parts)
+    return _read_once(parts) or _lay_codes_together(parts) or lay_together(parts)
 
 
 def fuse_served(model: Transformer) -> None:
     """Let a served model whose weights are on a GPU launch fewer kernels: merged projections, and residual additions
-    within norms. Elsewhere nothing changes."""
+    within norms; and multiply one row by a kernel for that. Elsewhere nothing changes."""
     if not has_triton() or not all(p.is_cuda for p in model.parameters()):
         return
     fuse_elementwise(model)
+    choose_served_products(model)
     for module in model.modules():
         if isinstance(module, Attention):
             parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
-            normed = module.q_norm is not None and not (_read_once(parts) or _same_words(parts))
+            normed = module.q_norm is not None and not (_read_once(parts) or _same_codes(parts))
             merged = not normed and _served_together(parts)
             module.project = project_merged if merged else module.project
         elif isinstance(module, MLP) and module.gate_proj is not None and module.activation == "silu":
@@ -209,20 +221,21 @@ def _product_of(parts: list[nn.Module]) -> functions.Product | None:
     """How linear layers that read one input multiply; None: not in the same way, or with hooks."""
     first = parts[0]
     if not isinstance(first, functions.OwnProduct):
-        return functions.PLAIN if all(_plain(p) for p in parts) else None
+        served = all(type(p) is ServedLinear for p in parts)
+        return (functions.SERVED if served else functions.PLAIN) if all(_plain(p) for p in parts) else None
     same = all(type(p) is type(first) and p.product is first.product for p in parts)
     hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
     return first.product if same and not hooked else None
 
 
-def _same_words(parts: list[nn.Module]) -> list[Words] | None:
+def _same_codes(parts: list[nn.Module]) -> list[Stripes] | None:
     """The codes of packed linear layers that differ in their rows alone, and compute nothing else; None: others."""
     found = [p.codes for p in parts if type(p) is PackedLinear and p.fast and p.input is None and p.aside is None]
-    words = [c for c in found if type(c) is Words and not c.floating]
+    codes = [c for c in found if type(c) is Stripes]
     hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
-    kinds = {(c.bits, c.group, c.width, c.zero is None) for c in words}
+    kinds = {(c.bits, c.center, c.group, c.stripe, c.width, c.zero is None) for c in codes}
     biased = {p.bias is None for p in parts}
-    return words if len(words) == len(parts) and not hooked and len(kinds) == len(biased) == 1 else None
+    return codes if len(codes) == len(parts) and not hooked and len(kinds) == len(biased) == 1 else None
 
 
 def _read_once(parts: list[nn.Module]) -> bool:
@@ -236,23 +249,26 @@ def _products_of_one(x: Tensor, parts: list[nn.Module]) -> list[Tensor]:
     return [p.multiply(x, read) for p in parts]  # type: ignore[operator]
 
 
-def _held(codes: Words) -> tuple[str, ...]:
-    return ("words", "scale") if codes.zero is None else ("words", "scale", "zero")
+def _scales(codes: Stripes) -> tuple[str, ...]:
+    return ("scale",) if codes.zero is None else ("scale", "zero")
 
 
-def _product_of_words(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
+def _product_of_codes(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
     """``x`` [..., k] times packed weights that lie together, with their biases → [..., Σ n_i]; None if they do not."""
-    codes = _same_words(parts)
+    codes = _same_codes(parts)
     if codes is None or torch.is_grad_enabled():
         return None
     whole = bare(codes[0])
+    whole._buffers = {}
     whole.out = sum(c.out for c in codes)
     whole.zero = None
-    for name in _held(codes[0]):
-        together = functions.adjacent([getattr(c, name) for c in codes])
-        if together is None:
-            return None
-        vars(whole)[name] = together
+    together = {"words": functions.adjacent([c.words for c in codes]),
+                "arrived": functions.adjacent([c.arrived for c in codes]),
+                **{n: functions.adjacent_columns([getattr(c, n) for c in codes])
+                   for n in _scales(codes[0])}}  # fmt: skip
+    if any(t is None for t in together.values()):
+        return None
+    vars(whole).update(together)
     biases = [p.bias for p in parts]
     bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
     return whole.linear(x.reshape(-1, whole.width), bias).view(*x.shape[:-1], whole.out)
@@ -271,7 +287,7 @@ def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, f
         return None
     dtype = compute_dtype(x)
     bias = None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(dtype)  # type: ignore[operator]
-    return whole.to(dtype) if product is functions.PLAIN else whole, bias, product
+    return whole.to(dtype) if product in (functions.PLAIN, functions.SERVED) else whole, bias, product
 
 
 def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,7 +296,7 @@ def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[
     if _read_once(parts):
         q, k, v = _products_of_one(x, parts)
         return by_heads(attention, q, k, v, rope)
-    if (product := _product_of_words(x, parts)) is not None:
+    if (product := _product_of_codes(x, parts)) is not None:
         sizes: list[int] = [p.out_features for p in parts]  # type: ignore[misc]
         q, k, v = product.split(sizes, -1)
         return by_heads(attention, q, k, v, rope)
@@ -303,7 +319,7 @@ def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None) -> Ten
     if _read_once(parts):
         gate, up = _products_of_one(x, parts)
         return gated(mlp.activation, gate, up)
-    if (both := _product_of_words(x, parts)) is not None:
+    if (both := _product_of_codes(x, parts)) is not None:
         return functions.bias_activation(both, None, "silu")
     found = _merged(x, parts)
     if found is None:

@@ -1,7 +1,7 @@
 """Low-precision number formats: encoding tensors in them, and decoding.
 
-Float8 with one scale per tensor (arXiv:2209.05433), e4m3 for values and weights, e5m2 for gradients of activations; or
-with a power of two per row. A code is ``value · scale`` rounded to the format; dividing by the scale decodes it.
+Float8 (e4m3 or e5m2) with one scale per tensor (arXiv:2209.05433) or a power of two per row. A code is
+``value · scale`` rounded to the format; dividing by the scale decodes it.
 
 Blockwise 8-bit dynamic codes (arXiv:2110.02861; the map of arXiv:1511.04561): each block is divided by its largest
 magnitude and rounded to the nearest of 256 values that are densest near zero.

@@ -11,9 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.nn.quant.packed import Packed, pack_bits, unpack_bits
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.lowbit import STRIPES, striped, wide_bits
 
 BLOCK = 2**20
 """Number of weights that are expanded at a time."""
+COUNTED = 32
+"""Outputs of a weight for each counter of programs: no kernel has more programs than counters side by side."""
 _ROWS = 64
 """A multiple of the rows that kernels interleave."""
 
@@ -117,15 +121,90 @@ class Words(Codes):
         new.hold(words=pack_bits(codes.contiguous(), self.bits), scale=self.scale[:, groups], zero=zero)
 
     def product(self, x: Tensor) -> Tensor:
-        """On CUDA a Triton kernel that expands in registers; elsewhere there is none."""
+        """There is no kernel for this form: the weight is expanded, on a GPU to the dtype of ``x``."""
+        return self.expanded(x, x.dtype if x.is_cuda else torch.float32)
+
+
+class Stripes(Codes):
+    """Codes of 2, 4 or 8 bits as Triton kernels read them: inputs are cut into blocks, and a block into as many stripes
+    as a 32-bit word has codes; code i of word j belongs to input j of stripe i. Scales [groups, out]."""
+
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    arrived: Tensor
+    """int32 zeros, in which programs that share outputs count themselves: one product of a weight runs at a time."""
+
+    def __init__(self, packed: Packed) -> None:
+        super().__init__(*packed.shape)
+        self.group, self.center = packed.group_size, 1 << (packed.bits - 1)
+        self.bits = wide_bits(packed.bits)
+        self._take(packed.codes, packed.scale.t(), None if packed.zero is None else packed.zero.t())
+
+    def _take(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
+        """Hold codes [out, in] and scales and zeros [groups, out]."""
+        self.stripe = striped(self.width, self.bits, self.group)
+        per = 32 // self.bits
+        codes = F.pad(codes, (0, -self.width % (per * self.stripe)))
+        codes = codes.view(self.out, -1, per, self.stripe).transpose(2, 3).reshape(self.out, -1)
+        zero = None if zero is None else zero.contiguous()
+        self.hold(words=pack_bits(codes, self.bits), scale=scale.contiguous(), zero=zero)
+        arrived = torch.zeros(-(-self.out // COUNTED), dtype=torch.int32, device=codes.device)
+        self.register_buffer("arrived", arrived, persistent=False)
+
+    def _codes(self, start: int, stop: int) -> Tensor:
+        """uint8 [stop - start, in], in the order of the inputs."""
+        words = self.words[start:stop]
+        codes = unpack_bits(words, self.bits, words.shape[1] * (32 // self.bits))
+        codes = codes.view(stop - start, -1, self.stripe, 32 // self.bits).transpose(2, 3)
+        return codes.reshape(stop - start, -1)[:, : self.width]
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """See :class:`Codes`."""
+        codes = self._codes(start, stop).reshape(stop - start, -1, self.group).float()
+        zero = float(self.center) if self.zero is None else self.zero[:, start:stop].t().float().unsqueeze(-1)
+        scale = self.scale[:, start:stop].t().float().unsqueeze(-1)
+        return (codes - zero).mul_(scale).view(stop - start, self.width).to(dtype)
+
+    def _fill(self, new: Codes, dim: int, start: int, stop: int) -> None:
+        assert isinstance(new, Stripes)
+        new._buffers = {}
+        if dim == 0:
+            zero = None if self.zero is None else self.zero[:, start:stop]
+            new._take(self._codes(start, stop), self.scale[:, start:stop], zero)
+            return
+        new.group, groups = split_groups(self.group, start, stop, self.scale.device)
+        if not striped(new.width, self.bits, new.group):
+            raise Incompatible(
+                f"{stop - start} inputs of a weight with groups of {self.group} are not read by the kernel",
+                f"choose parts of whole groups, or of multiples of {STRIPES[-1]} inputs",
+            )
+        zero = None if self.zero is None else self.zero[groups]
+        new._take(self._codes(0, self.out)[:, start:stop], self.scale[groups], zero)
+
+    def product(self, x: Tensor) -> Tensor:
+        """See :class:`Codes`."""
+        return self._product(x, None, torch.float32)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See :class:`Codes`."""
+        return self._product(x, bias, x.dtype)
+
+    def integer_product(self, q: Tensor) -> Tensor:
+        """See :class:`Codes`."""
+        return self.product(q.to(torch.bfloat16))  # which has them exactly
+
+    def _product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         from ridgeline.nn.kernels.dispatch import has_triton
 
-        if x.is_cuda and has_triton() and not self.floating:
-            from ridgeline.nn.kernels.lowbit_matmul import lowbit_product
+        if not x.is_cuda or not has_triton():
+            y = self.expanded(x, torch.float32)
+            return (y if bias is None else y + bias).to(dtype)
+        from ridgeline.nn.kernels.lowbit_matmul import lowbit_product
 
-            y: Tensor = lowbit_product(x, self.words, self.scale, self.zero, self.bits, self.group)
-            return y
-        return self.expanded(x, torch.float32)
+        given = (self.words, self.scale, self.zero, self.bits, self.center, self.group, self.stripe, self.arrived)
+        done: Tensor = lowbit_product(x, *given, bias, dtype)
+        return done
 
 
 def split_groups(group: int, start: int, stop: int, device: torch.device) -> tuple[int, Tensor]:

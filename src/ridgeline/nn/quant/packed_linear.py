@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.quant.activation_quant import InputCode, code_input, fake_quantize
-from ridgeline.nn.quant.codes import Codes, Words, bare
+from ridgeline.nn.quant.codes import Codes, Stripes, Words, bare
 from ridgeline.nn.quant.native_codes import NativeCodes
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.torch_codes import torch_form
@@ -22,7 +22,9 @@ from ridgeline.spec.lowbit import held
 def make_codes(packed: Packed, device: torch.device, fast: bool = True) -> Codes:
     """What :func:`ridgeline.spec.lowbit.held` says this weight is held as."""
     form = held(*packed.shape, packed.bits, packed.group_size, device.type, fast)
-    if form == "words":
+    if form == "stripes" and not packed.floating:
+        return Stripes(packed)
+    if form in ("words", "stripes"):
         return Words(packed)
     return NativeCodes(packed, 8 if form == "bytes" else 4) if native.library() is not None else torch_form(packed)
 

@@ -61,8 +61,9 @@ class InStepFactors(NamedTuple):
 
 _GROUP = {"gemm": "gemm", "bmm": "gemm", "attention": "attention", "optimizer": "", "clip": "", "quantize": "",
           "accumulate": ""}  # fmt: skip
-_HOT = 0.60
-"""Share of its peak that an H100 SXM sustains at its power limit (see :func:`sustained_share`)."""
+_HOT, _HOT_ALONE = 0.60, 0.72
+"""Share of its peak that an H100 SXM sustains at its power limit, as one of many and alone (see
+:func:`sustained_share`)."""
 _FLOPS_PER_JOULE = {"hopper": 989.4e12 / 700, "blackwell": 2250e12 / 1000}
 """Peak by power limit of the cards of an architecture that the share is stated for; Blackwell's share is assumed to be
 Hopper's. Cards of earlier architectures have watts to spare."""
@@ -109,21 +110,26 @@ def training_factors(cluster: Cluster, fused: bool) -> InStepFactors:
         return ALONE
     if device.rates:
         return ALONE._replace(spread=TRAINING.spread)
-    hot = TRAINING._replace(sustained=sustained_share(device))
-    return hot._replace(pointwise=TRAINING.fused, dispatch=FUSED_DISPATCH) if fused else hot
+    alone = cluster.size == 1
+    hot = TRAINING._replace(sustained=sustained_share(device, alone))
+    if fused:  # on one GPU our kernels alone were measured, which take as long in a step as by themselves
+        return hot._replace(pointwise=1.0 if alone else TRAINING.fused, dispatch=FUSED_DISPATCH)
+    return hot
 
 
-def sustained_share(device: Device) -> float:
+def sustained_share(device: Device, alone: bool = False) -> float:
     """The share of a device's peak that matrix products sustain for minutes at its power limit.
 
     A short measurement runs at the boost clock, a training run does not. This limits the kernels that come closest to
     the peak, not those that wait for memory or for launches. 0.6 on an H100 gives the published 41 to 43 % of the peak
-    of Llama 3 405B at 8192 tokens (arXiv:2407.21783, table 4) and Nemotron-4 340B (arXiv:2406.11704, table 2). A card
+    of Llama 3 405B at 8192 tokens (arXiv:2407.21783, table 4) and Nemotron-4 340B (arXiv:2406.11704, table 2), in which
+    it stands for what else thousands of GPUs lose. ``alone``: 0.72, of products in steps of Llama 3.2 1B on one H100
+    at 690 W for ten seconds (``benchmarks/results/gpu_h100``). A card
     of less power loses by its square root: dynamic power grows with the square of the clock or faster, as voltage does.
     """
     peak = device.peak_flops.get("bf16", 0.0)
     usual = _FLOPS_PER_JOULE.get(device.architecture)
     if not device.watts or not peak or usual is None:
         return 1.0
-    share: float = _HOT * math.sqrt(usual * device.watts / peak)
+    share: float = (_HOT_ALONE if alone else _HOT) * math.sqrt(usual * device.watts / peak)
     return min(1.0, share)

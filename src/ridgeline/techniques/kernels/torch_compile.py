@@ -65,6 +65,7 @@ class TorchCompile(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """A residual addition and the norm behind it become one operator, and both rotations."""
         if self.backend == "inductor":
+            g.fused = True
             g.each_block(_chain, layers_only=True)
         return g
 

@@ -24,7 +24,7 @@ class FP8(Technique):
     """Run the linear layers of the blocks in fp8, with 16-bit activations elsewhere; inference also stores their
     weights in fp8.
 
-    Inputs and weights are e4m3, gradients e5m2; each tensor has a scale from its own largest magnitude. Weights are
+    Inputs, weights and gradients are e4m3; each tensor has a scale from its own largest magnitude. Weights are
     quantized once a pass, and their codes kept for its backward half, unless a technique frees weights between uses,
     moves what is saved, or has several micro-batches in flight. ``gradients`` and ``states`` add the rest of FP8-LM
     (arXiv:2310.18313). On a device without fp8 units the products are emulated in training; at inference weights are
@@ -210,9 +210,8 @@ def _quantized(op: Op) -> list[Op]:
 
 
 def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool) -> list[Op]:
-    """The same as this engine does it: in two kernels, of which the first finds largest magnitudes (``rowwise``: those
-    of rows, whose codes it writes) and the second writes codes, also transposed where a gradient of weights needs
-    them."""
+    """The same as this engine does it: in two kernels, of which the first finds largest magnitudes and the second writes
+    codes, also transposed where a gradient of weights needs them; in one by rows (``rowwise``) where none does."""
     m, n, k = op.shape
     low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
     tail = op.name.rpartition(".")[2]
@@ -224,9 +223,8 @@ def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool) -> lis
         return [low, wide] if rowwise and width > 2 else [low]
 
     def encoded(name: str, size: float, width: float, transposed: bool) -> Op:
-        reads, written = (3 if transposed else 2) if rowwise else 2, 1 + transposed
         pieces = 1 if rowwise and not transposed else 2
-        return Op(f"{op.name}.{name}", op.module, "cast", op.direction, 0, (reads * width + written) * size, "fp8",
+        return Op(f"{op.name}.{name}", op.module, "cast", op.direction, 0, (2 * width + 1 + transposed) * size, "fp8",
                   pieces=pieces, recompute=op.recompute)  # fmt: skip
 
     codes = [encoded("quantize", m * k, 2.0, params[op.param].trainable)]

@@ -1,7 +1,9 @@
-"""Linear layers whose products run in float8: e4m3 inputs and weights, e5m2 gradients (arXiv:2209.05433).
+"""Linear layers whose products run in float8 (arXiv:2209.05433): e4m3 throughout, as in DeepSeek-V3 (arXiv:2412.19437,
+section 3.3.2). With e5m2 gradients, as in the former, training on an H100 diverged, though their codes and products by
+themselves are right there.
 
 Each tensor has one scale, from its current largest magnitude; or each row of an operand has one, which is a power of
-two, and gradients are e4m3 too (as torchao's recipe ``rowwise``). Where the device multiplies float8 (Ada, Hopper and
+two (as torchao's recipe ``rowwise``). Where the device multiplies float8 (Ada, Hopper and
 later) the product is ``torch._scaled_mm``, which rounds results to bf16 where rows have scales; elsewhere it is
 emulated: the operands are dequantized and multiplied in fp32, which gives the same products of the same rounded
 numbers.
@@ -23,7 +25,7 @@ from ridgeline.nn.kernels.functions import OwnProduct, ReadsOnce
 from ridgeline.nn.kernels.products import is_linear
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
-from ridgeline.nn.quant.codec import E4M3, E5M2, Layouts, decode, layouts, quantize
+from ridgeline.nn.quant.codec import E4M3, Layouts, decode, layouts, quantize
 from ridgeline.nn.quant.packed_model import BIASES, PackedExperts
 
 _latest: tuple[weakref.ref[Tensor], int, bool, Layouts] | None = None
@@ -97,7 +99,7 @@ class Float8Product:
         """Gradients of the input's rows [m, k], in ``dtype`` (d's own if None), and of a trained ``weight``, from ``d``
         [m, n]."""
         w, w_inverse, x, x_inverse = kept
-        g = layouts(d, E4M3 if self.rowwise else E5M2, self.rowwise, x is not None)
+        g = layouts(d, E4M3, self.rowwise, x is not None)
         if w_inverse is None:
             assert w is not None
             _, _, w, w_inverse = layouts(w.detach(), E4M3, self.rowwise)
