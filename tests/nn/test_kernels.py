@@ -126,13 +126,15 @@ def test_parameters_keep_names_shapes_and_values_in_one_storage():
 
 
 @needs_kernels
-def test_a_second_backward_is_refused():
+def test_a_second_backward_of_a_retained_graph_is_the_same_and_a_third_is_refused():
     _, other, _ = pair("llama", torch.float32)
-    ids = torch.randint(96, (1, 8))
-    loss = other(ids).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace|backward"):
-        loss.backward()
+    loss = other(torch.randint(96, (1, 8))).square().sum()
+    weights = list(other.parameters())
+    first = torch.autograd.grad(loss, weights, retain_graph=True)
+    second = torch.autograd.grad(loss, weights)
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="backward"):
+        torch.autograd.grad(loss, weights)
 
 
 @needs_kernels

@@ -391,7 +391,8 @@ class Agent:
         self.number, self.memory = number, memory
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                    "--max-restarts", "50", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
-                   "--rdzv-id", "test", "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2",
+                   "--rdzv-id", "test", "--rdzv-conf",
+                   f"keep_alive_interval=1,keep_alive_max_attempt=2,is_host={number == 0}",  # the second one is lost
                    "-m", "ridgeline", "train", str(file), "--memory-dir", str(memory), "--timeout", "20",
                    "--json"]  # fmt: skip
         self.log = (memory.parent / f"{memory.name}.log").open("w+")

@@ -21,6 +21,12 @@ LOSSY = ("lora", "rtn")
 PLANS = {
     "gpipe": (2, ("pipeline:degree=2,schedule=gpipe",), DEEP),
     "zero_bubble": (2, ("pipeline:degree=2,schedule=zero_bubble",), DEEP),
+    "zero_bubble, fused": (2, ("pipeline:degree=2,schedule=zero_bubble", "fused_layers"), DEEP),
+    "zero_bubble, fused experts": (
+        2,
+        ("pipeline:degree=2,schedule=zero_bubble", "fused_layers"),
+        EXPERTS.model_copy(update={"num_layers": 4}),
+    ),
     "interleaved": (2, ("pipeline:degree=2,schedule=interleaved,chunks=2",), DEEP),
     "four stages": (4, ("pipeline:degree=4",), DEEP),
     "uneven stages": (2, ("pipeline:degree=2,layers=3+1",), DEEP),

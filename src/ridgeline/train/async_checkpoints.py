@@ -11,8 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from ridgeline.train.checkpoint import Place, begin, complete, described, write_later
 from ridgeline.train.trainer import Trainer
@@ -25,8 +27,7 @@ class AsyncCheckpoints:
         self.trainer, self.folder = trainer, folder
         # Training's own collectives go on meanwhile, in another group.
         self._group = dist.new_group(backend="gloo") if trainer.world > 1 else None
-        pinned = trainer.device.type == "cuda"
-        self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        self._stager = _Stager(pinned=trainer.device.type == "cuda")
         if trainer.world == 1:  # PyTorch warns of it in the writing thread
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -56,3 +57,27 @@ class AsyncCheckpoints:
         written.result()  # on rank 0: all ranks' parts
         if self.trainer.rank == 0:
             complete(place, about)
+
+
+class _Stager(AsyncStager):
+    """Copies tensors to the same host memory each time; PyTorch 2.11's own ``DefaultStager`` copies only once."""
+
+    should_synchronize_after_execute = False
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._copies = StateDictStager(pin_memory=pinned, share_memory=False)
+
+    def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        """The same, complete in host memory."""
+        copied: dict[str, Any] = self._copies.stage(state_dict, non_blocking=self._pinned)
+        if self._pinned:
+            torch.accelerator.synchronize()
+        return copied
+
+    def synchronize_staging(self) -> None:
+        """Nothing is left to wait for."""
+
+    def close(self) -> None:
+        """Free the host memory."""
+        self._copies.close()

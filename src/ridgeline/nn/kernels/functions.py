@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels.backends import GatedKernel
@@ -251,7 +252,8 @@ class _GatedLinear(torch.autograd.Function):
     ``kernel`` computes the activation, None: ours. ``grad``: whether gradients are recorded, which only the caller
     knows.
 
-    Saves x and the product; its backward pass overwrites the product with its gradient, so it can run only once.
+    Saves x and the product. Its backward pass overwrites the product with its gradient, unless the graph is retained:
+    a pipeline that delays weights' gradients runs it twice.
     """
 
     @staticmethod
@@ -272,6 +274,8 @@ class _GatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         both, *parts = ctx.saved_tensors
+        if _get_current_graph_task_keep_graph():
+            both = both.clone()
         if ctx.kernel is not None:
             ctx.kernel.backward(both, dy.contiguous())
         else:

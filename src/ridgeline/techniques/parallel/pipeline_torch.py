@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _PipelineScheduleRuntime
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from ridgeline.runtime.train_build import Micro, TrainBuild
 
 _BACKWARD = {True: _ComputationType.BACKWARD_INPUT, False: _ComputationType.FULL_BACKWARD}
+
+_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Where weights' gradients are delayed, older releases add up the gradients of a function's outputs and count twice
+those that pass two uses of a weight (:func:`_weight_gradients` does neither). A function of Python does not keep its
+graph either."""
 
 
 class _GraphOf(torch.autograd.Function):
@@ -48,7 +54,9 @@ class Stage(PipelineStage):
         """Gradients being sent, by micro-batch."""
         self.taken: dict[int, set[int]] = {}
         """Micro-batches whose gradients the previous stage has used when it sends an activation."""
-        self._shapes: dict[Any, tuple[torch.Size, torch.dtype]] = {}
+        self._shapes: dict[Any, tuple[torch.Size, torch.dtype, bool]] = {}
+        self._graphs: dict[int, list[Any]] = {}
+        """Nodes that keep the graphs whose weights' gradients are delayed, by micro-batch."""
         self._ahead = True
 
     def _all(self) -> list[Any]:
@@ -64,15 +72,15 @@ class Stage(PipelineStage):
 
     def _drop(self, info: Any) -> None:
         if getattr(info, "buffer", None) is not None:
-            self._shapes[info] = (info.buffer.shape, info.buffer.dtype)
+            self._shapes[info] = (info.buffer.shape, info.buffer.dtype, info.buffer.requires_grad)
             info.buffer = None
 
     def _receive(self, infos: Any) -> None:
         self._begin()
         for info in infos:
             if info in self._shapes:
-                shape, dtype = self._shapes[info]
-                info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
+                shape, dtype, trained = self._shapes[info]
+                info.buffer = torch.empty(shape, dtype=dtype, device=self.device, requires_grad=trained)
 
     def get_fwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
         """Operations that receive an activation."""
@@ -107,22 +115,43 @@ class Stage(PipelineStage):
             self._drop(info)
         return out
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
         """The backward pass of a micro-batch."""
         self._free_sent()
-        out = super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        if _OLD and not full_backward:
+            outputs = [loss] if self.is_last else self.fwd_cache[bwd_chunk_id][0]
+            self._graphs[bwd_chunk_id] = [t.view_as(t).grad_fn for t in outputs]
+        out = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         for info in self.grad_recv_info.get(bwd_chunk_id, ()):
             self._drop(info)
         return out
 
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """The backward pass of a micro-batch or, of one that is split, its part for the inputs or the weights."""
+        if backward_type == "weight" and _OLD:
+            _weight_gradients(self.submod, bwd_kwargs["param_groups"])
+            return (), None
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The gradients of a micro-batch's weights. FSDP's own hook, which sums them in fp32, ran with the inputs'."""
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._graphs.pop(bwd_chunk_id, None)
         for module in self.submod.modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
             for p in group.fsdp_params if group else ():
                 p.accumulate_unsharded_grad_if_needed()
                 p.to_accumulated_grad_if_needed()
+
+    def clear_runtime_states(self) -> None:
+        """Before and after a step. Received activations, whose gradients PyTorch would clear too, are already freed."""
+        self.fwd_cache.clear()
+        self.output_chunks.clear()
+        self._graphs.clear()
 
     def _free_sent(self) -> None:
         """Wait for the activations that were sent: in the communication order that both follow, the peer's receive
@@ -136,6 +165,31 @@ class Stage(PipelineStage):
         for works in self.returned.values():
             _wait(works)
         self.returned = {}
+
+
+def _weight_gradients(module: nn.Module, groups: list[dict[str, Any]]) -> None:
+    """Add the gradients of a module's weights, from those that reached the functions in which weights and inputs meet
+    (``intermediates``) during the backward pass of its inputs. ``groups``: PyTorch's; weights of one use the same."""
+    weights = {get_gradient_edge(p).node: p for p in module.parameters() if p.requires_grad}
+    for group in groups:
+        reached = list(zip(group.pop("intermediates"), group.pop("grads", ()), strict=False))
+        found = [
+            (GradientEdge(node, i), g) for node, grads in reached for i, g in enumerate(grads or ()) if g is not None
+        ]
+        if not found:
+            continue
+        # One may lie behind another, whose gradients for it have been counted already.
+        kept = [node.register_prehook(lambda _, own=grads: own) for node, grads in reached] if len(reached) > 1 else []
+        outputs, gradients = zip(*found, strict=True)
+        try:
+            inputs = [GradientEdge(node, 0) for node in group["params"]]
+            made = torch.autograd.grad(outputs, inputs, gradients)
+        finally:
+            for hook in kept:
+                hook.remove()
+        for node, grad in zip(group["params"], made, strict=True):
+            weight = weights[node]
+            weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def _send(ops: list[dist.P2POp]) -> list[dist.Work]:

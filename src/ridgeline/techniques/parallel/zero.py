@@ -250,10 +250,11 @@ class Zero(Technique):
             return
         from torch.distributed.fsdp import FSDPModule
 
-        from ridgeline.techniques.parallel.zero_torch import keep_wide
+        from ridgeline.techniques.parallel.zero_torch import integers_too, keep_wide
 
         reshard = self.reshards(len(run.chunks) > 1 or run.chunks[0] is not run.root)
-        self._shard(run, reshard)
+        with integers_too():
+            self._shard(run, reshard)
         sharded = [m for chunk in run.chunks for m in chunk.modules() if isinstance(m, FSDPModule)]
         for module in sharded:
             module.set_gradient_divide_factor(1.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,24 @@ def keep_wide(module: FSDPModule) -> None:
         group._orig_dtype = torch.float32
 
     group._init_mp_dtypes = widely  # type: ignore[method-assign]
+
+
+@contextmanager
+def integers_too() -> Iterator[None]:
+    """Within it ``fully_shard`` shards integer codes too. PyTorch 2.11's makes each shard a parameter that is trained,
+    which integers can't be, before it looks whether the whole one is."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    module: Any = _fsdp_param
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    module.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
+    try:
+        yield
+    finally:
+        module.nn = nn
 
 
 class Among(NamedTuple):
