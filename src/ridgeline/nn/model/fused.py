@@ -173,8 +173,7 @@ def _lay_codes_together(parts: list[nn.Module]) -> bool:
     codes = _same_codes(parts)
     if codes is None or not _adjoin([c.words for c in codes]):
         return False
-    for name in _scales(codes[0]):
-        held: list[Tensor] = [getattr(c, name) for c in codes]
+    for held in _scales(codes):
         if functions.adjacent_columns(held) is None:
             whole = torch.cat([t.detach() for t in held], 1)
             for t, part in zip(held, whole.split([t.shape[1] for t in held], 1), strict=True):
@@ -249,8 +248,10 @@ def _products_of_one(x: Tensor, parts: list[nn.Module]) -> list[Tensor]:
     return [p.multiply(x, read) for p in parts]  # type: ignore[operator]
 
 
-def _scales(codes: Stripes) -> tuple[str, ...]:
-    return ("scale",) if codes.zero is None else ("scale", "zero")
+def _scales(codes: list[Stripes]) -> list[list[Tensor]]:
+    """The scales of all parts, and their zeros if they have any."""
+    zeros = [c.zero for c in codes if c.zero is not None]
+    return [[c.scale for c in codes], *([zeros] if zeros else [])]
 
 
 def _product_of_codes(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
@@ -261,14 +262,12 @@ def _product_of_codes(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
     whole = bare(codes[0])
     whole._buffers = {}
     whole.out = sum(c.out for c in codes)
-    whole.zero = None
-    together = {"words": functions.adjacent([c.words for c in codes]),
-                "arrived": functions.adjacent([c.arrived for c in codes]),
-                **{n: functions.adjacent_columns([getattr(c, n) for c in codes])
-                   for n in _scales(codes[0])}}  # fmt: skip
-    if any(t is None for t in together.values()):
+    words = functions.adjacent([c.words for c in codes])
+    arrived = functions.adjacent([c.arrived for c in codes])
+    scales = [functions.adjacent_columns(held) for held in _scales(codes)]
+    if words is None or arrived is None or any(s is None for s in scales):
         return None
-    vars(whole).update(together)
+    vars(whole).update(words=words, arrived=arrived, scale=scales[0], zero=scales[1] if len(scales) > 1 else None)
     biases = [p.bias for p in parts]
     bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
     return whole.linear(x.reshape(-1, whole.width), bias).view(*x.shape[:-1], whole.out)
