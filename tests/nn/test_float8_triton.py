@@ -17,7 +17,7 @@ def both(t, dtype, held=None):
     return [x.cpu() for x in ours], codec.encode(t, scale, dtype), scale
 
 
-@pytest.mark.parametrize("dtype", [codec.E4M3, codec.E5M2])
+@pytest.mark.parametrize("dtype", [codec.E4M3])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3,), (70, 130)])
 def test_codes(dtype, given, shape):
@@ -60,7 +60,7 @@ def test_codes_also_transposed(given, shape):
 
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 5), (130, 70), (700, 64), (40, 1100)])
+@pytest.mark.parametrize("shape", [(3, 5), (130, 70), (257, 64), (700, 64), (40, 1100)])
 def test_codes_with_a_power_of_two_for_each_row(shape, given, transpose):
     t = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(given)
     t *= torch.logspace(-3, 3, shape[0])[:, None] * torch.logspace(2, -2, shape[1])

@@ -25,7 +25,7 @@ def nearest(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return table[(distance + odd).argmin(-1)]
 
 
-@pytest.mark.parametrize("dtype", [codec.E4M3, codec.E5M2])
+@pytest.mark.parametrize("dtype", [codec.E4M3])
 def test_codes_are_the_nearest_numbers(dtype):
     t = torch.randn(64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 64)
     codes, scale = codec.quantize(t, dtype)

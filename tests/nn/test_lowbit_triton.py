@@ -68,3 +68,29 @@ def test_parts_are_those_of_the_weight(bits, symmetric):
     x = rows(2, 256).bfloat16()
     assert off(product(x, half, dtype=torch.float32), F.linear(x.double(), dense[:, 256:].double())) < 1e-5
     assert torch.equal(codes.part(1, 32, 96).rows(0, 64, torch.float32), dense[:, 32:96])  # within groups
+
+
+@pytest.mark.parametrize("m", [2, MANY_ROWS + 1])
+def test_scales_that_are_columns_of_wider_matrices(m):
+    """As merged projections have them."""
+    codes, x = Stripes(record(40, 64, 4, 32, False)), rows(m, 64).bfloat16()
+    want = product(x, codes)
+    scale, zero = (torch.cat([t, t, t], 1)[:, 40:80] for t in (codes.scale, codes.zero))
+    for held in (zero, codes.zero):  # the latter of another stride
+        got = lowbit_product(x.to(DEVICE), codes.words.to(DEVICE), scale.to(DEVICE), held.to(DEVICE), codes.bits,
+                             codes.center, codes.group, codes.stripe, codes.arrived.to(DEVICE)).cpu()  # fmt: skip
+        assert torch.equal(got, want)
+    assert product(x[:0], codes).shape == (0, 40)
+
+
+def test_few_outputs_with_many_rows():
+    p = record(16, 64, 2, 32, True)
+    x = rows(100, 64).bfloat16()
+    assert off(product(x, Stripes(p), dtype=torch.float32), F.linear(x.double(), p.dense(torch.float64))) < 1e-5
+
+
+def test_whole_numbers_are_multiplied_exactly():
+    p = record(24, 64, 8, 32, True)
+    q = torch.randint(-127, 128, (MANY_ROWS + 1, 64), generator=torch.Generator().manual_seed(3)).bfloat16()
+    close = 1e-5 if DEVICE == "cpu" else 2e-3
+    assert off(product(q, Stripes(p), dtype=torch.float32), F.linear(q.double(), p.dense(torch.float64))) < close

@@ -20,8 +20,9 @@ from ridgeline.spec.backends import OURS, order
 from ridgeline.spec.errors import UserError
 
 LOW = (torch.bfloat16, torch.float16)
-NEAR_ROOF = {"attention.decode", "head_loss", "merged projections", "norm", "swiglu"}
-"""Our own kernels that reach 0.8 of an H100's roof (``benchmarks/results/gpu_h100``); not with quantized caches."""
+NEAR_ROOF = {"attention.decode", "merged projections", "norm", "swiglu"}
+"""Operators whose own kernels reach 0.8 of an H100's roof (``benchmarks/results/gpu_h100``): attention of many
+sequences, not with quantized caches; of merged projections the rotation, their product being PyTorch's."""
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,8 @@ def encode_rowwise(
     x = x.contiguous()
     rows, columns = x.shape
     inverse = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    if transpose and rows % 16 and x.dtype == torch.float32:  # see encode_transposed
+        return *encode_rowwise(x, dtype, largest, False)[:2], *encode_rowwise(x.t(), dtype, largest, False)[:2]
     if not transpose:
         codes = torch.empty(x.shape, dtype=dtype, device=x.device)
         tall = min(16, max(1, triton.next_power_of_2(rows // (2 * processors(x.device)))))

@@ -246,7 +246,12 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
     dtype = dtype or x.dtype
     m, k = x.shape
     n, row_words = words.shape
+    if not m:
+        return torch.empty(0, n, dtype=dtype, device=x.device)
+    if zero is not None and zero.stride(0) != scale.stride(0):
+        scale, zero = scale.contiguous(), zero.contiguous()
     if m > MANY_ROWS or x.dtype == torch.float32:
+        x = x.to(torch.promote_types(x.dtype, dtype))  # fp32 where that is asked for: nothing is rounded
         dense = expanded(words, scale, zero, k, bits, center, group, stripe, x.dtype)
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
     x = x.contiguous()
@@ -258,7 +263,7 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
     wanted = round(how.programs * processors(x.device) / (tiles[0] * tiles[1]))
     per_split = triton.cdiv(blocks, max(1, min(blocks, wanted)))
     splits = triton.cdiv(blocks, per_split)
-    assert arrived.numel() >= tiles[0] * tiles[1]
+    assert splits == 1 or arrived.numel() >= tiles[0] * tiles[1]
     y = torch.empty(m, n, dtype=dtype, device=x.device)
     parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else y
     _tiles[tiles[0], splits, tiles[1]](

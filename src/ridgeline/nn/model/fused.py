@@ -178,9 +178,10 @@ def _lay_codes_together(parts: list[nn.Module]) -> bool:
             whole = torch.cat([t.detach() for t in held], 1)
             for t, part in zip(held, whole.split([t.shape[1] for t in held], 1), strict=True):
                 t.data = part
-    counters = torch.cat([c.arrived for c in codes])
-    for c, part in zip(codes, counters.split([len(c.arrived) for c in codes]), strict=True):
-        c.arrived = part
+    if functions.adjacent([c.arrived for c in codes]) is None:
+        counters = torch.cat([c.arrived for c in codes])
+        for c, part in zip(codes, counters.split([len(c.arrived) for c in codes]), strict=True):
+            c.arrived = part
     return True
 
 

@@ -1,6 +1,6 @@
 """Low-precision number formats: encoding tensors in them, and decoding.
 
-Float8 (e4m3 or e5m2) with one scale per tensor (arXiv:2209.05433) or a power of two per row. A code is
+Float8 (e4m3) with one scale per tensor (arXiv:2209.05433) or a power of two per row. A code is
 ``value · scale`` rounded to the format; dividing by the scale decodes it.
 
 Blockwise 8-bit dynamic codes (arXiv:2110.02861; the map of arXiv:1511.04561): each block is divided by its largest
@@ -18,8 +18,7 @@ from torch import Tensor
 from ridgeline.nn.kernels.dispatch import has_float8, has_triton, usable
 
 E4M3 = torch.float8_e4m3fn
-E5M2 = torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.float16: 65504.0}
+LARGEST = {E4M3: 448.0, torch.float16: 65504.0}
 """Largest finite value of each format."""
 
 

@@ -16,8 +16,8 @@ from ridgeline.spec.lowbit import STRIPES, striped, wide_bits
 
 BLOCK = 2**20
 """Number of weights that are expanded at a time."""
-COUNTED = 16
-"""Outputs of a weight for each counter of programs: no kernel has more programs than counters side by side."""
+COUNTED, COUNTERS = 128, 8
+"""Outputs of a weight, and counters of programs for them: no kernel has more programs side by side."""
 _ROWS = 64
 """A multiple of the rows that kernels interleave."""
 
@@ -149,7 +149,7 @@ class Stripes(Codes):
         codes = codes.view(self.out, -1, per, self.stripe).transpose(2, 3).reshape(self.out, -1)
         zero = None if zero is None else zero.contiguous()
         self.hold(words=pack_bits(codes, self.bits), scale=scale.contiguous(), zero=zero)
-        arrived = torch.zeros(-(-self.out // COUNTED), dtype=torch.int32, device=codes.device)
+        arrived = torch.zeros(-(-self.out // COUNTED) * COUNTERS, dtype=torch.int32, device=codes.device)
         self.register_buffer("arrived", arrived, persistent=False)
 
     def _codes(self, start: int, stop: int) -> Tensor:

@@ -210,8 +210,8 @@ def _quantized(op: Op) -> list[Op]:
 
 
 def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool) -> list[Op]:
-    """The same as this engine does it: in two kernels, one finds largest magnitudes and one writes
-    codes, also transposed where a gradient of weights needs them; in one by rows (``rowwise``) where none does."""
+    """The same as this engine does it, in two kernels: one finds largest magnitudes, one writes codes, also transposed
+    where a gradient of weights needs them. By rows (``rowwise``) one kernel does both where none does."""
     m, n, k = op.shape
     low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
     tail = op.name.rpartition(".")[2]
