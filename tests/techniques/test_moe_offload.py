@@ -234,11 +234,11 @@ def test_bits_of_experts_are_predicted():
         r = predict(experiments.make("mixtral-8x7b", "a100-80g-sxm", w, [plan]))
         return next(m.bytes for m in r.memory if m.category == "parameters"), r.metrics["bits_per_weight"].value
 
-    four, three, mixed = (parameters(f"gptq:group_size=64,{x}") for x in ("bits=4", "bits=3", "bits=4,expert_bits=3"))
-    assert three[0] <= mixed[0] < four[0]
-    assert three[1] < mixed[1] < four[1]
+    four, two, mixed = (parameters(f"gptq:group_size=64,{x}") for x in ("bits=4", "bits=2", "bits=4,expert_bits=2"))
+    assert two[0] <= mixed[0] < four[0]
+    assert two[1] < mixed[1] < four[1]
     experts = 32 * 8 * 3 * 4096 * 14336
     others = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096)
-    assert mixed[1] == pytest.approx((three[1] * experts + four[1] * others) / (experts + others))
+    assert mixed[1] == pytest.approx((two[1] * experts + four[1] * others) / (experts + others))
     with pytest.raises(Incompatible, match="no experts"):
         experiments.make("llama2-7b", "a100", w, ["rtn:bits=4,expert_bits=3"])
