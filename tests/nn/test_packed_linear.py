@@ -268,6 +268,8 @@ def test_parts_hold_the_very_weight(bits, symmetric, out, width, group, kernels)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_codes_of_one_input_are_one_product(bits, symmetric):
     """Codes as a GPU holds them: the parts stay what they were, and become views of one storage."""
+    if native.library() is None:
+        pytest.skip("no C++ compiler for the activation")
     spec = catalog.model("llama-mini").model_copy(update={"num_heads": 4, "num_kv_heads": 2, "hidden_size": 64})
     spec = spec.model_copy(update={"head_dim": 16, "intermediate_size": 96})
     attention, mlp = Attention(spec), MLP(spec, 96)
