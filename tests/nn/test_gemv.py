@@ -89,7 +89,7 @@ def test_gradients_are_pytorchs(found):
     parts = [nn.Parameter(w.clone()) for _ in range(2)]
     given = x[0].clone().requires_grad_()
     functions.gated_linear(given, torch.cat([p.detach() for p in parts]), None, [*parts, None, None], None,
-                           functions.SERVED).sum().backward()  # fmt: skip
+                           products.SERVED).sum().backward()  # fmt: skip
     assert given.grad is not None
     assert parts[0].grad is not None
     assert not found

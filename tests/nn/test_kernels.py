@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ridgeline.nn.kernels import functions, native
+from ridgeline.nn.kernels import adjacency, functions, native
 from ridgeline.nn.model import fused
 from ridgeline.nn.model.attention import AttentionBackend, naive_attention
 from ridgeline.nn.model.init import build
@@ -117,10 +117,10 @@ def test_parameters_keep_names_shapes_and_values_in_one_storage():
         assert torch.equal(p, q)
     attention = other.layers["0"].attention
     weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    whole = functions.adjacent(weights)
+    whole = adjacency.adjacent(weights)
     assert torch.equal(whole, torch.cat([w.detach() for w in weights]))
     attention.k_proj.weight.data = attention.k_proj.weight.data.clone()  # as what gathers shards one by one does
-    assert functions.adjacent(weights) is None
+    assert adjacency.adjacent(weights) is None
     ids = torch.randint(96, (1, 8))
     assert torch.allclose(plain(ids), other(ids), atol=1e-5)
 

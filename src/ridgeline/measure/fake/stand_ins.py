@@ -196,7 +196,7 @@ def kind(x, *rest):
 
 def _modules() -> None:
     """Moving modules without swapping their tensors, models that are filled on the device, and checks of types."""
-    from ridgeline.nn.kernels import functions
+    from ridgeline.nn.kernels import adjacency
     from ridgeline.nn.model import init
 
     def moved(self, fn, recurse=True):
@@ -227,7 +227,7 @@ def _modules() -> None:
         model.tie()
 
     nn.Module._apply = moved
-    functions.adjacent = adjacent
+    adjacency.adjacent = adjacent
     init.init_weights, init.allocate = init_weights, allocate
     for name, module in list(sys.modules.items()):
         if name.startswith("ridgeline.") and not name.startswith("ridgeline.measure.fake"):

@@ -6,7 +6,7 @@ Each computes in float32 (float64 for float64 inputs) and writes the dtype that 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ridgeline.nn.kernels.backends import GatedKernel
 from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
-from ridgeline.nn.kernels.products import linear, served_linear
+from ridgeline.nn.kernels.products import PLAIN, Product, linear
 from ridgeline.nn.model.loss import IGNORE
 
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
@@ -25,38 +25,6 @@ ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
 
 def _wide(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
-
-
-def adjacent(parts: list[Tensor]) -> Tensor | None:
-    """Matrices [n_i, k] (or vectors) that are consecutive in one storage, as one [Σ n_i, k]; None if they are not."""
-    first = parts[0]
-    place = first.storage_offset()
-    storage = first.untyped_storage().data_ptr()
-    for p in parts:
-        if not (
-            type(p) in (Tensor, torch.nn.Parameter)
-            and p.is_contiguous()
-            and p.dtype == first.dtype
-            and p.untyped_storage().data_ptr() == storage
-            and p.storage_offset() == place
-        ):
-            return None
-        place += p.numel()
-    rows = sum(p.shape[0] for p in parts)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-
-
-def adjacent_columns(parts: list[Tensor]) -> Tensor | None:
-    """Matrices [g, n_i] whose rows are consecutive parts of the rows of one matrix, as that: [g, Σ n_i]; None if they
-    are not."""
-    first, width = parts[0], sum(p.shape[1] for p in parts)
-    storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
-    for p in parts:
-        same = p.dtype == first.dtype and p.shape[0] == first.shape[0] and p.stride() == (width, 1)
-        if not same or p.untyped_storage().data_ptr() != storage or p.storage_offset() != place:
-            return None
-        place += p.shape[1]
-    return first.detach().as_strided((first.shape[0], width), (width, 1), first.storage_offset())
 
 
 class _AddNorm(torch.autograd.Function):
@@ -163,70 +131,6 @@ def _activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor,
     width = dy.shape[-1]
     call("rl_activation_backward", x.dtype == torch.float64, dy, x, TYPES[x.dtype], bias,
          TYPES[x.dtype if bias is None else bias.dtype], dx, db, dy.numel() // width, width, kind)  # fmt: skip
-
-
-class Product(Protocol):
-    """How merged projections multiply, in place of :data:`PLAIN` and :data:`SERVED`."""
-
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """x [..., k] Wᵀ + bias [..., n], and what :meth:`backward` needs. ``trained``: whether that is the weight's
-        gradient too, ``grad``: whether there is a backward pass."""
-        ...
-
-    def backward(self, d: Tensor, kept: tuple[Tensor | None, ...], weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the input's rows [m, k] and of a trained weight [n, k], of which ``weight`` is a part, from
-        ``d`` [m, n]."""
-        ...
-
-
-class OwnProduct(torch.nn.Linear):
-    """A linear layer that a technique lets multiply in another way; layers with the same product can be merged."""
-
-    product: Product
-
-
-class ReadsOnce(torch.nn.Module):
-    """A linear layer that makes something of its input first (codes), which layers that read the same can share."""
-
-    def read(self, x: Tensor) -> Any:
-        """What is made of ``x`` [..., k]."""
-        raise NotImplementedError
-
-    def multiply(self, x: Tensor, read: Any) -> Tensor:
-        """[..., n], from ``x`` and what was made of it."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., k] → [..., n]."""
-        return self.multiply(x, self.read(x))
-
-
-class _Plain:
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        return linear(x, weight, bias), (x if trained else None, weight)
-
-    def backward(self, d: Tensor, kept: tuple[Tensor | None, ...], weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, whole = kept
-        assert whole is not None
-        dw = None if x is None else torch.mm(d.t(), x.flatten(0, -2)).to(weight.dtype)
-        return linear(d, whole.t()), dw
-
-
-class _Served(_Plain):
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        return super().forward(x, weight, bias, trained, grad) if grad else (served_linear(x, weight, bias), ())
-
-
-PLAIN = _Plain()
-"""The product in the operands' dtype."""
-SERVED = _Served()
-"""The same of a model that is served on a GPU."""
 
 
 def _trained(parts: tuple[Tensor | None, ...]) -> bool:

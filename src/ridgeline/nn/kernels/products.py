@@ -5,13 +5,15 @@ AMD EPYC (Zen 4) oneDNN takes 0.70 to 0.95 of MKL's time (``benchmarks/cpu_produ
 with MKL: their operands would have to be copied. Other dtypes go to oneDNN in any case.
 
 Of one row in 16 bits on GPUs, in served models, by :mod:`~ridgeline.nn.kernels.gemv`.
+
+And what a product of merged projections is: :class:`Product`.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -170,3 +172,70 @@ def choose_served_products(model: nn.Module) -> None:
     for module in model.modules():
         if is_linear(module):
             module.__class__ = ServedLinear
+
+
+# ---- of merged projections ------------------------------------------------------------------------------------------
+
+
+class Product(Protocol):
+    """How merged projections multiply, in place of :data:`PLAIN` and :data:`SERVED`."""
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """x [..., k] Wᵀ + bias [..., n], and what :meth:`backward` needs. ``trained``: whether that is the weight's
+        gradient too, ``grad``: whether there is a backward pass."""
+        ...
+
+    def backward(self, d: Tensor, kept: tuple[Tensor | None, ...], weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input's rows [m, k] and of a trained weight [n, k], of which ``weight`` is a part, from
+        ``d`` [m, n]."""
+        ...
+
+
+class OwnProduct(nn.Linear):
+    """A linear layer that a technique lets multiply in another way; layers with the same product can be merged."""
+
+    product: Product
+
+
+class ReadsOnce(nn.Module):
+    """A linear layer that makes something of its input first (codes), which layers that read the same can share."""
+
+    def read(self, x: Tensor) -> Any:
+        """What is made of ``x`` [..., k]."""
+        raise NotImplementedError
+
+    def multiply(self, x: Tensor, read: Any) -> Tensor:
+        """[..., n], from ``x`` and what was made of it."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., k] → [..., n]."""
+        return self.multiply(x, self.read(x))
+
+
+class _Plain:
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        return linear(x, weight, bias), (x if trained else None, weight)
+
+    def backward(self, d: Tensor, kept: tuple[Tensor | None, ...], weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, whole = kept
+        assert whole is not None
+        dw = None if x is None else torch.mm(d.t(), x.flatten(0, -2)).to(weight.dtype)
+        return linear(d, whole.t()), dw
+
+
+class _Served(_Plain):
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        return super().forward(x, weight, bias, trained, grad) if grad else (served_linear(x, weight, bias), ())
+
+
+PLAIN = _Plain()
+"""The product in the operands' dtype."""
+SERVED = _Served()
+"""The same of a model that is served on a GPU."""

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ridgeline.nn.kernels import functions
+from ridgeline.nn.kernels import adjacency, functions, products
 from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import has_triton, usable
 from ridgeline.nn.kernels.products import ServedLinear, choose_served_products, is_linear, linear, served_linear
@@ -161,7 +161,7 @@ def _adjoin(tensors: list[Tensor]) -> bool:
     """Make parameters views of one storage, if they are alike."""
     if len({(t.dtype, t.requires_grad, type(t)) for t in tensors}) > 1 or type(tensors[0]) is not nn.Parameter:
         return False
-    if functions.adjacent(tensors) is None:
+    if adjacency.adjacent(tensors) is None:
         whole = torch.cat([t.detach().flatten() for t in tensors])
         for t, part in zip(tensors, whole.split([t.numel() for t in tensors]), strict=True):
             t.data = part.view_as(t)
@@ -174,11 +174,11 @@ def _lay_codes_together(parts: list[nn.Module]) -> bool:
     if codes is None or not _adjoin([c.words for c in codes]):
         return False
     for held in _scales(codes):
-        if functions.adjacent_columns(held) is None:
+        if adjacency.adjacent_columns(held) is None:
             whole = torch.cat([t.detach() for t in held], 1)
             for t, part in zip(held, whole.split([t.shape[1] for t in held], 1), strict=True):
                 t.data = part
-    if functions.adjacent([c.arrived for c in codes]) is None:
+    if adjacency.adjacent([c.arrived for c in codes]) is None:
         counters = torch.cat([c.arrived for c in codes])
         for c, part in zip(codes, counters.split([len(c.arrived) for c in codes]), strict=True):
             c.arrived = part
@@ -213,26 +213,29 @@ def fuse_served(model: Transformer) -> None:
             torch.cuda.empty_cache()  # the parts' memory, which is too small for the next layer's whole
 
 
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _plain(module: nn.Module | None) -> bool:
-    return is_linear(module) and not module._forward_hooks and not module._forward_pre_hooks
+    return is_linear(module) and not _hooked(module)
 
 
-def _product_of(parts: list[nn.Module]) -> functions.Product | None:
+def _product_of(parts: list[nn.Module]) -> products.Product | None:
     """How linear layers that read one input multiply; None: not in the same way, or with hooks."""
     first = parts[0]
-    if not isinstance(first, functions.OwnProduct):
+    if not isinstance(first, products.OwnProduct):
         served = all(type(p) is ServedLinear for p in parts)
-        return (functions.SERVED if served else functions.PLAIN) if all(_plain(p) for p in parts) else None
+        return (products.SERVED if served else products.PLAIN) if all(_plain(p) for p in parts) else None
     same = all(type(p) is type(first) and p.product is first.product for p in parts)
-    hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
-    return first.product if same and not hooked else None
+    return first.product if same and not any(map(_hooked, parts)) else None
 
 
 def _same_codes(parts: list[nn.Module]) -> list[Stripes] | None:
     """The codes of packed linear layers that differ in their rows alone, and compute nothing else; None: others."""
     found = [p.codes for p in parts if type(p) is PackedLinear and p.fast and p.input is None and p.aside is None]
     codes = [c for c in found if type(c) is Stripes]
-    hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
+    hooked = any(map(_hooked, parts))
     kinds = {(c.bits, c.center, c.group, c.stripe, c.width, c.zero is None) for c in codes}
     biased = {p.bias is None for p in parts}
     return codes if len(codes) == len(parts) and not hooked and len(kinds) == len(biased) == 1 else None
@@ -240,8 +243,8 @@ def _same_codes(parts: list[nn.Module]) -> list[Stripes] | None:
 
 def _read_once(parts: list[nn.Module]) -> bool:
     """Whether layers can share what they make of their input."""
-    hooked = any(p._forward_hooks or p._forward_pre_hooks for p in parts)
-    return isinstance(parts[0], functions.ReadsOnce) and {type(p) for p in parts} == {type(parts[0])} and not hooked
+    alike = isinstance(parts[0], products.ReadsOnce) and {type(p) for p in parts} == {type(parts[0])}
+    return alike and not any(map(_hooked, parts))
 
 
 def _products_of_one(x: Tensor, parts: list[nn.Module]) -> list[Tensor]:
@@ -263,9 +266,9 @@ def _product_of_codes(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
     whole = bare(codes[0])
     whole._buffers = {}
     whole.out = sum(c.out for c in codes)
-    words = functions.adjacent([c.words for c in codes])
-    arrived = functions.adjacent([c.arrived for c in codes])
-    scales = [functions.adjacent_columns(held) for held in _scales(codes)]
+    words = adjacency.adjacent([c.words for c in codes])
+    arrived = adjacency.adjacent([c.arrived for c in codes])
+    scales = [adjacency.adjacent_columns(held) for held in _scales(codes)]
     if words is None or arrived is None or any(s is None for s in scales):
         return None
     vars(whole).update(words=words, arrived=arrived, scale=scales[0], zero=scales[1] if len(scales) > 1 else None)
@@ -274,7 +277,7 @@ def _product_of_codes(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
     return whole.linear(x.reshape(-1, whole.width), bias).view(*x.shape[:-1], whole.out)
 
 
-def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, functions.Product] | None:
+def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, products.Product] | None:
     """(weight, bias, product) of merged layers, plain ones' weight in the compute dtype; None if it cannot run."""
     product = _product_of(parts)
     if product is None:
@@ -282,12 +285,12 @@ def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, f
     weights, biases = [p.weight for p in parts], [p.bias for p in parts]
     if not usable(x, *weights, *biases):  # type: ignore[arg-type]
         return None
-    whole = functions.adjacent(weights)  # type: ignore[arg-type]
+    whole = adjacency.adjacent(weights)  # type: ignore[arg-type]
     if whole is None:
         return None
     dtype = compute_dtype(x)
     bias = None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(dtype)  # type: ignore[operator]
-    return whole.to(dtype) if product in (functions.PLAIN, functions.SERVED) else whole, bias, product
+    return whole.to(dtype) if product in (products.PLAIN, products.SERVED) else whole, bias, product
 
 
 def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,10 +3,9 @@ section 3.3.2). With e5m2 gradients, as in the former, training on an H100 diver
 themselves are right there.
 
 Each tensor has one scale, from its current largest magnitude; or each row of an operand has one, which is a power of
-two (as torchao's recipe ``rowwise``). Where the device multiplies float8 (Ada, Hopper and
-later) the product is ``torch._scaled_mm``, which rounds results to bf16 where rows have scales; elsewhere it is
-emulated: the operands are dequantized and multiplied in fp32, which gives the same products of the same rounded
-numbers.
+two (as torchao's recipe ``rowwise``). Where the device multiplies float8 (Ada, Hopper and later) the product is
+``torch._scaled_mm``, which rounds results to bf16 where rows have scales; elsewhere it is emulated: the operands are
+dequantized and multiplied in fp32, which gives the same products of the same rounded numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels.dispatch import has_float8
-from ridgeline.nn.kernels.functions import OwnProduct, ReadsOnce
-from ridgeline.nn.kernels.products import is_linear
+from ridgeline.nn.kernels.products import OwnProduct, ReadsOnce, is_linear
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
 from ridgeline.nn.quant.codec import E4M3, Layouts, decode, layouts, quantize
@@ -72,7 +70,7 @@ def product(
 
 @dataclass(frozen=True)
 class Float8Product:
-    """How linear layers multiply (:class:`ridgeline.nn.kernels.functions.Product`)."""
+    """How linear layers multiply (:class:`ridgeline.nn.kernels.products.Product`)."""
 
     rowwise: bool = False
     keep: bool = True
