@@ -124,8 +124,8 @@ def sustained_share(device: Device, alone: bool = False) -> float:
     the peak, not those that wait for memory or for launches. 0.6 on an H100 gives the published 41 to 43 % of the peak
     of Llama 3 405B at 8192 tokens (arXiv:2407.21783, table 4) and Nemotron-4 340B (arXiv:2406.11704, table 2), in which
     it stands for what else thousands of GPUs lose. ``alone``: 0.72, of products in steps of Llama 3.2 1B on one H100
-    at 690 W for ten seconds (``benchmarks/results/gpu_h100/earlier_calls.json``). A card
-    of less power loses by its square root: dynamic power grows with the square of the clock or faster, as voltage does.
+    at 690 W for ten seconds (``benchmarks/results/gpu_h100/earlier_calls.json``). A card of less power loses by its
+    square root: dynamic power grows with the square of the clock or faster, as voltage does.
     """
     peak = device.peak_flops.get("bf16", 0.0)
     usual = _FLOPS_PER_JOULE.get(device.architecture)
