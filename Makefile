@@ -68,7 +68,7 @@ gpu-wheels:
 	$(ANY_PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 	  $(foreach v,2_17 2_27 2_28 2_31 2_34,--platform manylinux_$(v)_x86_64) --platform manylinux2014_x86_64 \
 	  -c constraints.txt -d wheels pydantic pydantic-core annotated-types typing-inspection tomli-w fastapi starlette \
-	  uvicorn llguidance opentelemetry-api
+	  uvicorn llguidance opentelemetry-api annotated-doc anyio click h11
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/architecture.md docs/catalogue.md docs/prediction-cards.md docs/studies docs/techniques

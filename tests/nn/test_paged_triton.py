@@ -6,7 +6,7 @@ from tests.nn.interpreter import DEVICE
 from tests.serve.drafts import Oracle, drafted_by
 from tests.serving import ask, engine, greedy, model, run
 
-from ridgeline.nn.kernels import functions, gpu
+from ridgeline.nn.kernels import functions, gpu, paged_store
 from ridgeline.nn.kernels.paged_attention import paged_attention
 from ridgeline.nn.kernels.paged_store import store_tokens
 from ridgeline.nn.memory.step_pages import make_pages
@@ -121,6 +121,26 @@ def test_what_is_written(kind, width):
                 assert float((getattr(mine, name) != t).float().mean()) < 1e-3
             elif isinstance(t, torch.Tensor):
                 torch.testing.assert_close(getattr(mine, name), t, rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [128, 80])
+def test_what_is_written_to_an_fp8_cache(width, dtype, monkeypatch):
+    """Bit for bit what the store writes itself; in the interpreter before the rounding, in which it loses carries."""
+    generator = torch.Generator().manual_seed(width)
+    k, v = ((torch.randn(1, 3, 9, width, generator=generator) * 300).to(dtype) for _ in range(2))  # some saturate
+    k[0, 1, 4, 7] = float("nan")
+    shape, slots = (1, 3, 40, width), torch.randperm(40, generator=generator)[:9]
+    ours, theirs = ([KINDS["fp8"](shape, torch.device(DEVICE)) for _ in range(2)] for _ in range(2))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(paged_store, "capability", lambda: 90)
+        for store in ours:
+            store.codes = torch.zeros(shape)
+    assert store_tokens(*ours, slots.to(DEVICE), k.to(DEVICE), v.to(DEVICE))
+    for mine, other, new in zip(ours, theirs, (k, v), strict=True):
+        other.write(slots.to(DEVICE), new.to(DEVICE))
+        got, want = (s.codes[:, :, slots].to(torch.float8_e4m3fn).float() for s in (mine, other))
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

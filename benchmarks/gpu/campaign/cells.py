@@ -112,8 +112,11 @@ def now() -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A part's file; empty if there is none."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    """A part's file; empty if there is none. Raises :class:`UserError` for one that is no JSON."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except ValueError as e:
+        raise UserError(f"{path} is not a file of the campaign: {e}", "move it away, or choose another --out") from None
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:

@@ -34,7 +34,10 @@ def cells_of(part: str, setting: Setting, only: Sequence[str]) -> list[Cell]:
 def campaign(given: argparse.Namespace, parts: Sequence[str]) -> None:
     """Run parts one after another; the report is written anew after each."""
     setting = find_setting(given.on, given.small, given.predict)
-    given.out.mkdir(parents=True, exist_ok=True)
+    try:
+        given.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--out {given.out} cannot be a folder: {e.strerror}", "choose another --out") from None
     todo = {part: cells_of(part, setting, given.only) for part in parts}
     if given.only and not any(todo.values()):
         raise UserError(f"no line of {', '.join(parts)} has {' or '.join(given.only)} in its name", "leave out --only")

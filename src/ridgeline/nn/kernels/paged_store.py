@@ -75,7 +75,8 @@ def _one(x, codes, scale, least, spot, cosine, sine, TURNED: tl.constexpr, STORE
         tl.store(scale + spot, held)
         tl.store(codes + spot * STORED + at, tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8), inside)
     elif KIND == 3:
-        held = tl.minimum(tl.maximum(low, -448.0), 448.0)
+        held = tl.maximum(low, -448.0, propagate_nan=tl.PropagateNan.ALL)
+        held = tl.minimum(held, 448.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(codes + spot * STORED + at, held.to(codes.dtype.element_ty), inside)
     else:
         high = _read(x, STORED + at, inside, cosine, sine, TURNED)

@@ -235,10 +235,11 @@ def _same_codes(parts: list[nn.Module]) -> list[Stripes] | None:
     """The codes of packed linear layers that differ in their rows alone, and compute nothing else; None: others."""
     found = [p.codes for p in parts if type(p) is PackedLinear and p.fast and p.input is None and p.aside is None]
     codes = [c for c in found if type(c) is Stripes]
-    hooked = any(map(_hooked, parts))
+    if len(codes) < len(parts) or any(map(_hooked, parts)):
+        return None
     kinds = {(c.bits, c.center, c.group, c.stripe, c.width, c.zero is None) for c in codes}
     biased = {p.bias is None for p in parts}
-    return codes if len(codes) == len(parts) and not hooked and len(kinds) == len(biased) == 1 else None
+    return codes if len(kinds) == len(biased) == 1 else None
 
 
 def _read_once(parts: list[nn.Module]) -> bool:

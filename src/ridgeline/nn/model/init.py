@@ -18,6 +18,8 @@ from ridgeline.spec.model import ModelSpec
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Torch's dtype of each storage dtype of the spec."""
 _STD = 0.02
+_AHEAD = 1 << 30
+"""Numbers that are drawn ahead at most, but for one tensor: 4 GB in fp32."""
 _RESIDUAL = ("o_proj", "o_proj.weight", "down_proj", "down_proj.weight")
 
 
@@ -72,13 +74,14 @@ def _drawn(model: Transformer, parameters: Sequence[tuple[str, Tensor]], seed: i
             yield _values(model, name, parameter, seed)
         return
     with ThreadPoolExecutor(ahead) as pool:
-        waiting: deque[Future[Tensor]] = deque()
+        waiting: deque[tuple[Future[Tensor], int]] = deque()
         for name, parameter in parameters:
-            waiting.append(pool.submit(lambda n, p: _values(model, n, p, seed).to(p.dtype), name, parameter))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
+            while waiting and (len(waiting) > ahead or sum(n for _, n in waiting) + parameter.numel() > _AHEAD):
+                yield waiting.popleft()[0].result()
+            future = pool.submit(lambda n, p: _values(model, n, p, seed).to(p.dtype), name, parameter)
+            waiting.append((future, parameter.numel()))
         while waiting:
-            yield waiting.popleft().result()
+            yield waiting.popleft()[0].result()
 
 
 def _values(model: Transformer, name: str, parameter: Tensor, seed: int) -> Tensor:

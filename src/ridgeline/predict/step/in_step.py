@@ -110,9 +110,9 @@ def training_factors(cluster: Cluster, fused: bool) -> InStepFactors:
         return ALONE
     if device.rates:
         return ALONE._replace(spread=TRAINING.spread)
-    alone = cluster.size == 1
+    alone = cluster.size == 1 and device.architecture == "hopper"
     hot = TRAINING._replace(sustained=sustained_share(device, alone))
-    if fused:  # on one GPU our kernels alone were measured, which take as long in a step as by themselves
+    if fused:  # ours were measured on one Hopper GPU, where they take as long in a step as by themselves
         return hot._replace(pointwise=1.0 if alone else TRAINING.fused, dispatch=FUSED_DISPATCH)
     return hot
 
