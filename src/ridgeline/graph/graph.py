@@ -173,13 +173,15 @@ class Param:
     """Optimizer-state bytes per element, if not the graph's."""
     resident: float = 1.0
     """In inference: fraction of it that stays on the device."""
+    coded: bool = False
+    """Whether shards of it are gathered as one-byte codes."""
 
     def copy(self) -> Param:
         """A copy that can be changed independently."""
         return Param(
             self.name, self.numel, self.dtype, self.trainable, self.bytes_per_element, self.shape, self.shards,
             self.state_shards, self.grad_shards, self.grad_bytes, self.working_bytes, self.spread,
-            self.tiles, self.state_bytes, self.resident,
+            self.tiles, self.state_bytes, self.resident, self.coded,
         )  # fmt: skip
 
     def held_states(self, each: float) -> float:

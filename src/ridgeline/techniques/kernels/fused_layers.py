@@ -211,8 +211,6 @@ def _fuse_casts(b: Block) -> None:
     directly; everything else is read once and written both as is and transposed."""
 
     def fuse(op: Op) -> list[Op]:
-        if op.axis == "tp" and op.kind == "all_gather":  # gathers move fp8 values
-            return [changed(op, bytes=op.bytes / 2, link_bytes=op.link_bytes / 2)]
         if op.kind != "quantize":
             return [op]
         layer, _, what = op.name.rpartition(".")

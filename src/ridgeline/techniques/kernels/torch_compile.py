@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -37,10 +38,8 @@ class TorchCompile(Technique):
         conflicts={
             "fused_linears": "compiles the operators that {other} replaces by kernels of its own",
             "fused_norms": "compiles the operators that {other} replaces by kernels of its own",
-            "weights": "cannot trace how {other} expands the weights that it codes",
             "activations": "replaces the operators whose results {other} moves",
             "batch_shape": "compiles for one shape, and {other} changes it",
-            "shards": "compiles blocks whose parameters are whole",
             "divided_experts": "compiles blocks whose experts are all on one device",
         },
         unpredicted=dict.fromkeys(("pretrain", "finetune"), "its example only traces the blocks, to be quick"),
@@ -52,6 +51,15 @@ class TorchCompile(Technique):
     """inductor: Triton kernels on a GPU, C++ on a CPU. aot_eager: the traced operators one by one, to see whether a
     fault is the compiler's."""
 
+    pieces: bool = False
+    """Compile also what lies between the collectives of blocks of which a rank has shards or parts, as torchtitan does:
+    predicted, not yet run."""
+
+    @property
+    def runs(self) -> bool:
+        """Blocks that are whole."""
+        return self.card.runs and not self.pieces
+
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """The compiler; tracing alone saves nothing."""
@@ -59,6 +67,10 @@ class TorchCompile(Technique):
 
     def check(self, e: Experiment) -> None:
         """Blocks of which a rank has a part hold collectives, which would cut what is compiled to pieces."""
+        if self.pieces:
+            return
+        refuse(self, e, "weights", "cannot trace how {other} expands the weights that it codes")
+        refuse(self, e, "shards", "compiles blocks whose parameters are whole, and {other} gathers them")
         self.needs(not e.parallel, "compiles blocks that are whole on one device, and others divide them",
                    "leave out what divides the model")  # fmt: skip
 

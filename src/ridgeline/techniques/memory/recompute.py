@@ -36,9 +36,11 @@ class Recompute(Technique):
     )
     phase: ClassVar[Phase] = "recompute"
 
-    policy: Literal["full", "selective", "budget"] = "full"
-    """full: whole blocks; selective: only scores, softmax and values (the score matrix); budget: one of the two, or
-    neither, for each block, so that the peak fits into ``budget`` with the least recomputation."""
+    policy: Literal["full", "selective", "products", "budget"] = "full"
+    """full: whole blocks; selective: only scores, softmax and values (the score matrix); products: all but fused
+    attention, sums over ranks and every second matrix product, whose results are kept (torchtitan's selective by
+    operators); budget: full, selective or neither for each block, so that the peak fits into ``budget`` with the least
+    recomputation."""
     every: int = Field(default=1, ge=1)
     """With policy full: recompute one block in this many."""
     early_stop: bool = True
@@ -106,8 +108,8 @@ class Recompute(Technique):
             refuse(self, e, "fused_attention", "policy 'selective' drops the score matrix, which {other} never stores",
                    "use policy=full, or drop one of the two")  # fmt: skip
         self.needs(
-            not (self.policy == "selective" and self.every > 1),
-            "policy 'selective' treats every block alike",
+            not (self.policy in ("selective", "products") and self.every > 1),
+            f"policy {self.policy!r} treats every block alike",
             "drop every=…, or use policy=full",
         )
         layers = _blocks(e)
@@ -123,9 +125,9 @@ class Recompute(Technique):
             self.needs(not given, f"policy {self.policy!r} has no budget", "add policy=budget, or drop the budget")
 
     def kinds(self, blocks: int) -> list[str]:
-        """Policy of each block in model order: full, selective or none."""
-        if self.policy == "selective":
-            return ["selective"] * blocks
+        """Policy of each block in model order: full, selective, products or none."""
+        if self.policy in ("selective", "products"):
+            return [self.policy] * blocks
         if self.policy == "full":
             return ["none" if i % self.every else "full" for i in range(blocks)]
         full = blocks if self.full_blocks is None else self.full_blocks
@@ -139,9 +141,11 @@ class Recompute(Technique):
         order = sorted(range(first), key=model.layer_kind)  # the graph lists a stack's layers by kind
         order += [first + i for i in sorted(range(model.num_layers), key=model.layer_kind)]
 
+        eager = not has(e, "compiled_blocks")
+
         def close(graph: Graph) -> None:
             kinds = self.kinds(len(order))
-            _drop(graph, [kinds[i] for i in order], self.policy == "budget", self.early_stop)
+            _drop(graph, [kinds[i] for i in order], self.policy == "budget", self.early_stop, eager)
 
         g.closing.append(close)
         return g
@@ -193,15 +197,16 @@ def _advice(e: Experiment) -> str:
     return ", ".join(filter(None, known))
 
 
-def _drop(g: Graph, kinds: list[str], in_order: bool, early_stop: bool) -> None:
+def _drop(g: Graph, kinds: list[str], in_order: bool, early_stop: bool, eager: bool) -> None:
     """Recompute the layers named by ``kinds`` (in the order of the graph); only the input of each is kept.
 
-    ``in_order``: layers of one kind are adjacent in the model; otherwise they alternate with the others.
+    ``in_order``: layers of one kind are adjacent in the model; otherwise they alternate with the others. ``eager``: see
+    :func:`_products`.
     """
     stacks: dict[str, dict[str, list[Block]]] = {}
     at = 0
     for block in g.blocks:
-        found = stacks.setdefault(block.name, {kind: [] for kind in ("full", "selective", "none")})
+        found = stacks.setdefault(block.name, {kind: [] for kind in ("full", "selective", "products", "none")})
         if not block.is_layer:
             found["none"].append(block)
             continue
@@ -216,6 +221,8 @@ def _drop(g: Graph, kinds: list[str], in_order: bool, early_stop: bool) -> None:
                     _full(part, g.residual, early_stop)
                 elif kind == "selective":
                     _selective(part)
+                elif kind == "products":
+                    _products(part, g.residual, early_stop, eager)
                 if in_order and kind != "none":
                     part.name = f"{block.name}.{kind}"
     g.blocks = [b for found in stacks.values() for blocks in found.values() for b in blocks]
@@ -235,18 +242,51 @@ def _full(b: Block, kept: float, early_stop: bool) -> None:
 
     A matrix multiplication saves only its inputs, so the last one of a pre-norm layer is not run again.
     """
-    needed = {o.name.rpartition(".")[0] for o in b.backward if o.kind != "residual"}
-    end = max((i for i, o in enumerate(b.forward) if o.name in needed and o.kind != "residual"), default=-1)
-    quantized = any(o.kind == "cast" and o.param == b.forward[end].param for o in b.forward[:end])
-    if b.forward[end].kind != "gemm" or quantized:
-        end += 1
-    if not early_stop:
-        end = len(b.forward)
+    end = _end(b) if early_stop else len(b.forward)
     b.recomputed = _rebuilt(b)
     again = frozenset({"recompute"})
     read = {k: Saved(s.bytes, again) for k, s in b.saved.items() if k == "encoder_output"}
     b.saved = {"input": Saved(kept, again), **read}
     b.backward = _again([o for o in b.forward[:end] if o.role != "entry"]) + b.backward
+
+
+def _end(b: Block) -> int:
+    """How many operators of the forward pass rebuild all that backward needs."""
+    needed = {o.name.rpartition(".")[0] for o in b.backward if o.kind != "residual"}
+    end = max((i for i, o in enumerate(b.forward) if o.name in needed and o.kind != "residual"), default=-1)
+    quantized = any(o.kind == "cast" and o.param == b.forward[end].param for o in b.forward[:end])
+    return end if b.forward[end].kind == "gemm" and not quantized else end + 1
+
+
+def _products(b: Block, kept: float, early_stop: bool, eager: bool) -> None:
+    """Repeat the forward pass without fused attention, sums over ranks and the first, third, … matrix product.
+
+    ``eager``: results are kept as they come, also those that backward does not read. A compiler keeps what is read, and
+    does not repeat a product whose sum over ranks is there.
+    """
+    end = _end(b) if early_stop else len(b.forward)
+    products = [o for o in b.forward if o.kind == "gemm"]
+    sums = [o for o in b.forward if o.axis == "tp" and o.kind in ("reduce_scatter", "all_reduce")]
+    stay = {o.name for o in products[::2]} | {o.name for o in sums}
+    stay |= {o.name for o in b.forward if o.kind == "attention"}
+    again = frozenset({"recompute"})
+    saved = {"input": Saved(kept, again)}
+    for i, o in enumerate(b.forward):
+        width = 4.0 if o.dtype == "fp32" else 2.0
+        summed = next((x for x in b.forward[i + 1 : i + 2] if x in sums), None)
+        if o in sums and (eager or i < end):
+            saved[o.name] = Saved(o.link_bytes / (o.ranks if o.kind == "reduce_scatter" else 1), again)
+        elif o.name in stay and o.kind == "gemm" and (eager or (i < end and summed is None)):
+            saved[o.name] = Saved(o.shape[0] * o.shape[1] * width, again)
+        elif summed is not None and not eager:
+            stay.add(o.name)
+    for key, s in b.saved.items():
+        if key == "encoder_output" or key.endswith((".context", ".lse")):
+            saved[key] = Saved(s.bytes, again)
+    read = sum(s.bytes for key, s in saved.items() if key != "input")
+    b.recomputed = max(0.0, _rebuilt(b) - read)
+    b.saved = saved
+    b.backward = _again([o for o in b.forward[:end] if o.role != "entry" and o.name not in stay]) + b.backward
 
 
 def _rebuilt(b: Block) -> float:

@@ -175,7 +175,7 @@ class Zero(Technique):
         for b in g.blocks:
             for p in b.params:
                 share = max(1, ranks // p.spread)
-                p.working_bytes = 2.0 if low and p.bytes_per_element == 4.0 else p.bytes_per_element
+                p.working_bytes = 1.0 if p.coded else 2.0 if low and p.bytes_per_element == 4.0 else p.bytes_per_element
                 p.shards = p.state_shards = share
                 # Gradients that wait for the last micro-batch are kept unsharded.
                 p.grad_shards = 1 if g.accumulation > 1 and not g.reduce_every_micro_batch else share

@@ -53,6 +53,10 @@ class FP8(Technique):
     """Training: a scale for each tensor; one for each row of each operand, a power of two, with gradients in e4m3 too
     (torchao's ``rowwise``); or, predicted and not yet run, one for each tensor from earlier steps (Transformer
     Engine)."""
+    gathered: Literal["values", "codes"] = "values"
+    """Training: what is gathered of weights that are shards, and of activations that tensor-parallel ranks divide. With
+    codes each rank converts its own part, by scales that all agree on (torchao's float8 all-gather): predicted, not
+    yet run."""
     gradients: bool = False
     """Training: sum gradients over data-parallel ranks in e4m3, with one scale per tensor shared by all ranks."""
     states: bool = False
@@ -61,7 +65,7 @@ class FP8(Technique):
     @property
     def runs(self) -> bool:
         """All but the scales of earlier steps."""
-        return self.card.runs and self.scaling != "delayed"
+        return self.card.runs and self.scaling != "delayed" and self.gathered == "values"
 
     def stored(self) -> dict[str, Any]:
         """Optimizer states in 8 and 16 bits."""
@@ -81,6 +85,7 @@ class FP8(Technique):
         if not e.is_training:
             self.needs(not (self.gradients or self.states), "there are no gradients or states without training",
                        "drop gradients and states")  # fmt: skip
+            self.needs(self.gathered == "values", "gathered=codes is of training", "drop gathered")
             self.needs(self.scaling == "tensor", f"scaling={self.scaling} is of training: stored weights have a scale"
                        " for each tensor", "drop scaling")  # fmt: skip
             return
@@ -135,11 +140,14 @@ class FP8(Technique):
             compute = "fp8" if "fp8" in e.cluster.device.peak_flops else ""
             return g.each_block(lambda b: _store(b, compute), layers_only=True)
         units, rowwise, keep = "fp8" in e.cluster.device.peak_flops, self.scaling == "rowwise", _keeps(e)
+        coded = self.gathered == "codes" and has(e, "shards")
         if self.scaling == "delayed" or not units:
             g.each_block(lambda b: _lower(b, _quantized), layers_only=True)
         else:
             g.each_block(lambda b: _lower(b, partial(_encoded, params={p.name: p for p in b.params}, rowwise=rowwise,
-                                                     keep=keep)), layers_only=True)  # fmt: skip
+                                                     keep=keep, coded=coded)), layers_only=True)  # fmt: skip
+        if units and (self.scaling == "delayed" or self.gathered == "codes"):
+            g.each_block(_gather_codes, layers_only=True)
         if keep and self.scaling != "delayed":
             g.each_block(_keep_codes, layers_only=True)
         if not units:
@@ -209,9 +217,20 @@ def _quantized(op: Op) -> list[Op]:
     return [*codes, low]
 
 
-def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool) -> list[Op]:
+def _gather_codes(b: Block) -> None:
+    """What tensor-parallel ranks gather are the codes that products read."""
+
+    def narrow(op: Op) -> Op:
+        gather = op.axis == "tp" and op.kind == "all_gather"
+        return changed(op, bytes=op.bytes / 2, link_bytes=op.link_bytes / 2) if gather else op
+
+    b.forward, b.backward = [narrow(o) for o in b.forward], [narrow(o) for o in b.backward]
+
+
+def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool, coded: bool) -> list[Op]:
     """The same as this engine does it, in two kernels: one finds largest magnitudes, one writes codes, also transposed
-    where a gradient of weights needs them. By rows (``rowwise``) one kernel does both where none does."""
+    where a gradient of weights needs them. By rows (``rowwise``) one kernel does both where none does. ``coded``: codes
+    of weights arrive, and are only transposed for backward."""
     m, n, k = op.shape
     low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
     tail = op.name.rpartition(".")[2]
@@ -228,7 +247,12 @@ def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool) -> lis
                   pieces=pieces, recompute=op.recompute)  # fmt: skip
 
     codes = [encoded("quantize", m * k, 2.0, params[op.param].trainable)]
-    if tail != "dx":
+    if coded:
+        params[op.param].coded = True
+        turned = Op(f"{op.name}.turn_weight", op.module, "cast", op.direction, 0, 2.0 * n * k * op.experts, "fp8",
+                    recompute=op.recompute)  # fmt: skip
+        codes += [turned] if tail == "dx" else []
+    elif tail != "dx":
         codes.append(encoded("encode_weight", n * k * op.experts, width, keep))
     elif not keep:
         codes.append(encoded("encode_weight", n * k * op.experts, width, True))

@@ -26,7 +26,9 @@ class MixedPrecision(Technique):
     With ``weights=fp32`` (autocast, FSDP) parameters, gradients and optimizer states stay fp32 and are cast on use.
     With ``weights=low`` (Megatron, DeepSpeed) parameters and all activations are 16-bit, gradients are summed in fp32,
     and the optimizer keeps an fp32 master copy: 2 + 4 + 12 = 18 bytes per parameter under AdamW. The parameters are
-    then views of one flat buffer, which one fused update rewrites (LightSeq2, arXiv:2110.05722).
+    then views of one flat buffer, which one fused update rewrites (LightSeq2, arXiv:2110.05722). With
+    ``weights=gathered`` (FSDP2's own policy, torchtitan) shards, their gradients and states stay fp32, 16 bytes per
+    parameter, and all that is gathered and computed is 16-bit.
 
     fp16 trains with dynamic loss scaling: a step whose gradients overflow is skipped and the scale halved.
     """
@@ -52,13 +54,22 @@ class MixedPrecision(Technique):
 
     dtype: Literal["bf16", "fp16"] = "bf16"
     """Compute dtype of matrix multiplications."""
-    weights: Literal["fp32", "low"] = "fp32"
-    """How parameters are stored: in fp32 and cast on use, or in the compute dtype with a master copy."""
+    weights: Literal["fp32", "low", "gathered"] = "fp32"
+    """How parameters are stored: in fp32 and cast on use; in the compute dtype with a master copy; or as fp32 shards
+    that are gathered in the compute dtype, in which all else is computed (predicted, not yet run)."""
+    loss: Literal["in_place", "copies"] = "in_place"
+    """How the loss is taken in 32 bits: the logits are overwritten by their gradient; or by PyTorch's cross_entropy of
+    a copy, which keeps log-probabilities and in backward two gradients of their size (predicted, not yet run)."""
 
     loss_scale: float = Field(default=2.0**16, ge=1.0)
     """fp16: initial loss scale."""
     growth_interval: int = Field(default=2000, ge=1)
     """fp16: number of consecutive steps without overflow after which the scale doubles."""
+
+    @property
+    def runs(self) -> bool:
+        """What is our own engine's: parameters that are stored as they are gathered, and its loss."""
+        return self.card.runs and self.weights != "gathered" and self.loss == "in_place"
 
     def changes(self) -> frozenset[Part]:
         """16-bit weights have a master copy; fp16 scales the loss."""
@@ -85,15 +96,19 @@ class MixedPrecision(Technique):
         return True
 
     def check(self, e: Experiment) -> None:
-        """Needs fp32 master weights."""
+        """Needs fp32 master weights, and shards to gather."""
         self.needs(e.dtype == "fp32", f"the weights are stored in {e.dtype}", 'set workload dtype = "fp32"')
+        self.needs(self.weights != "gathered" or (has(e, "shards") and not has(e, "replicas")), "weights=gathered is for"
+                   " parameters that are shards, and gathered to be used", "add zero:stage=3, or use weights=low")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Matrix multiplications and most activations take half the bytes; every weight is cast once per
         micro-batch."""
         g.dtype = self.dtype
-        if self.weights == "low":
-            return _all_low(g, self.dtype)
+        if self.loss == "copies":
+            g.closing.append(_copied_loss)
+        if self.weights != "fp32":
+            return _all_low(g, self.dtype, self.weights == "low")
         # The residual stream stays fp32, unless every sum of it goes through a norm with a low-precision result.
         wide = ("embed.sum",) if e.model.post_norm else _FP32_SAVED
         return g.each_block(lambda b: _lower(b, self.dtype, wide))
@@ -119,13 +134,15 @@ class MixedPrecision(Technique):
         run.update.make_optimizer = flat.optimizer
 
 
-def _all_low(g: Graph, dtype: str) -> Graph:
-    """Everything except statistics and dropout masks is 16-bit; the loss is computed in 32 bits."""
-    g.weights_16bit = True
-    g.gradients_resident = True  # accumulated in place, in fp32
-    g.closing.append(_sum_gradients)
+def _all_low(g: Graph, dtype: str, stored: bool) -> Graph:
+    """Everything except statistics and dropout masks is 16-bit; the loss is computed in 32 bits. ``stored``: so are the
+    parameters, beside a master copy."""
     g.residual /= 2
-    g.optimizer_bytes += 4.0
+    if stored:
+        g.weights_16bit = True
+        g.gradients_resident = True  # accumulated in place, in fp32
+        g.closing.append(_sum_gradients)
+        g.optimizer_bytes += 4.0
 
     def low(o: Op) -> Op:
         if o.dtype != "fp32" or o.kind == "loss" or "dequantize" in o.name or (o.axis and o.name.startswith("loss.")):
@@ -136,7 +153,7 @@ def _all_low(g: Graph, dtype: str) -> Graph:
         b.forward = [low(o) for o in b.forward]
         b.backward = [low(o) for o in b.backward]
         for p in b.params:
-            if p.bytes_per_element == 4.0:
+            if stored and p.bytes_per_element == 4.0:
                 p.bytes_per_element = 2.0
         for key, s in b.saved.items():
             if not key.endswith((".stats", ".lse", ".mask")):
@@ -147,6 +164,28 @@ def _all_low(g: Graph, dtype: str) -> Graph:
         if "logits" in b.saved:  # the loss is taken in fp32 on a copy
             b.workspace = 2 * b.saved["logits"].bytes
     return g
+
+
+def _copied_loss(g: Graph) -> None:
+    """What PyTorch's cross_entropy of an fp32 copy of 16-bit logits moves and holds, in bytes per logit.
+
+    Forward: copy (2 read, 4 written), log-softmax (8). Backward: a gradient that is zero but for the labels (4), that
+    of log-softmax (12), in 16 bits (6). At once: log-probabilities and two gradients, beside the block of the 16-bit
+    logits, in which none of them fits. Over a vocabulary that is divided (torch.distributed.tensor.parallel), maxima,
+    shifted and exponentiated logits are tensors of their own: 26 forward, 46 backward, and a fourth one is held.
+    """
+    for b in g.blocks:
+        if "logits" not in b.saved or not any(o.name == "loss" for o in b.forward):
+            continue
+        rows, vocab, _ = next(o.shape for o in b.forward if o.name == "head.out")
+        size = float(rows * vocab)
+        divided = any(o.name == "loss.reduce" for o in b.forward)
+        forward, backward = (26.0, 46.0) if divided else (14.0, 22.0)
+        b.forward = [changed(o, bytes=forward * size) if o.name == "loss" else o for o in b.forward]
+        b.backward = [changed(o, bytes=backward * size) if o.name == "loss.bwd" else o for o in b.backward]
+        b.saved["logits"] = replace(b.saved["logits"], bytes=4.0 * size)
+        b.workspace = (10.0 if divided else 6.0) * size
+        b.backward_workspace = (14.0 if divided else 10.0) * size
 
 
 def _sum_gradients(g: Graph) -> None:
