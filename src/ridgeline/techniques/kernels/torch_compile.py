@@ -97,10 +97,17 @@ def _chain(b: Block) -> None:
     b.forward, b.backward = _chained(b.forward), _chained(b.backward)
 
 
+_SAME_INPUT = ("k_proj.quantize", "v_proj.quantize", "up_proj.quantize")
+"""Conversions of an input that another layer before them has converted."""
+
+
 def _chained(ops: list[Op]) -> list[Op]:
-    """A norm does not read again what an addition before it has written (of three tensors that this moves)."""
+    """A norm does not read again what an addition before it has written (of three tensors that this moves). What is
+    computed twice is computed once."""
     out: list[Op] = []
     for op in ops:
+        if op.name.endswith(_SAME_INPUT):
+            continue
         last = out[-1] if out else None
         if last is not None and (last.kind, op.kind) in MERGED and last.recompute == op.recompute:
             saved = last.bytes / 3 if last.kind == "residual" else 0.0

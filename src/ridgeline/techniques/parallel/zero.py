@@ -146,7 +146,7 @@ class Zero(Technique):
                 ]  # fmt: skip
         if low:  # parameters are gathered already cast
             for b in g.blocks:
-                b.forward = [o for o in b.forward if o.kind != "cast" or "dequantize" in o.name]
+                b.forward = [o for o in b.forward if o.kind != "cast" or not o.param or "dequantize" in o.name]
         if self.stage == 3 and not g.keep_gathered:  # otherwise gathered only in forward, before activations accumulate
             layers = [b for b in g.blocks if b.is_layer]
             sizes = (sum(p.numel * p.working_bytes for p in b.params if p.spread == 1) for b in layers)

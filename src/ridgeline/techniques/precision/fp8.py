@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ridgeline.graph.graph import Block, Graph, Op, Param, Saved, changed
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import COLUMN, ROW
 from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
@@ -148,6 +149,8 @@ class FP8(Technique):
                                                      keep=keep, coded=coded)), layers_only=True)  # fmt: skip
         if units and (self.scaling == "delayed" or self.gathered == "codes"):
             g.each_block(_gather_codes, layers_only=True)
+        if units and self.scaling != "delayed" and self.gathered == "codes" and has(e, "sequence_parts"):
+            g.each_block(lambda b: _encode_parts(b, e.parallel["tp"]), layers_only=True)
         if keep and self.scaling != "delayed":
             g.each_block(_keep_codes, layers_only=True)
         if not units:
@@ -225,6 +228,19 @@ def _gather_codes(b: Block) -> None:
         return changed(op, bytes=op.bytes / 2, link_bytes=op.link_bytes / 2) if gather else op
 
     b.forward, b.backward = [narrow(o) for o in b.forward], [narrow(o) for o in b.backward]
+
+
+def _encode_parts(b: Block, t: int) -> None:
+    """Each of ``t`` ranks finds the largest magnitude of its part of the sequence and codes it before it is gathered;
+    the gathered codes are transposed by every rank."""
+    inputs = tuple(f"{name}.quantize" for name in COLUMN)
+    gradients = tuple(f"{name}.dx.quantize" for name in ROW)
+
+    def parts(op: Op, names: tuple[str, ...]) -> Op:
+        return changed(op, bytes=op.bytes / 6 * (5 / t + 2)) if op.name.endswith(names) else op
+
+    b.forward = [parts(o, inputs) for o in b.forward]
+    b.backward = [parts(o, gradients) for o in b.backward]
 
 
 def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool, coded: bool) -> list[Op]:
