@@ -266,6 +266,7 @@ def _products(b: Block, kept: float, early_stop: bool, eager: bool) -> None:
     """
     end = _end(b) if early_stop else len(b.forward)
     products = [o for o in b.forward if o.kind == "gemm"]
+    last = products[-1]
     sums = [o for o in b.forward if o.axis == "tp" and o.kind in ("reduce_scatter", "all_reduce")]
     stay = {o.name for o in products[::2]} | {o.name for o in sums}
     stay |= {o.name for o in b.forward if o.kind == "attention"}
@@ -274,9 +275,9 @@ def _products(b: Block, kept: float, early_stop: bool, eager: bool) -> None:
     for i, o in enumerate(b.forward):
         width = 4.0 if o.dtype == "fp32" else 2.0
         summed = next((x for x in b.forward[i + 1 : i + 2] if x in sums), None)
-        if o in sums and (eager or i < end):
+        if o in sums and (eager or i < b.forward.index(last)):
             saved[o.name] = Saved(o.link_bytes / (o.ranks if o.kind == "reduce_scatter" else 1), again)
-        elif o.name in stay and o.kind == "gemm" and (eager or (i < end and summed is None)):
+        elif o.name in stay and o.kind == "gemm" and (eager or (o is not last and summed is None)):
             saved[o.name] = Saved(o.shape[0] * o.shape[1] * width, again)
         elif summed is not None and not eager:
             stay.add(o.name)

@@ -57,9 +57,10 @@ class MixedPrecision(Technique):
     weights: Literal["fp32", "low", "gathered"] = "fp32"
     """How parameters are stored: in fp32 and cast on use; in the compute dtype with a master copy; or as fp32 shards
     that are gathered in the compute dtype, in which all else is computed (predicted, not yet run)."""
-    loss: Literal["in_place", "copies"] = "in_place"
-    """How the loss is taken in 32 bits: the logits are overwritten by their gradient; or by PyTorch's cross_entropy of
-    a copy, which keeps log-probabilities and in backward two gradients of their size (predicted, not yet run)."""
+    loss: Literal["in_place", "copies", "compiled"] = "in_place"
+    """How the loss is taken in 32 bits: the logits are overwritten by their gradient; by PyTorch's cross_entropy of a
+    copy, which keeps log-probabilities and in backward two gradients of their size; or by the same, compiled, which
+    reads the logits as they are and writes their gradient beside them (the latter two predicted, not yet run)."""
 
     loss_scale: float = Field(default=2.0**16, ge=1.0)
     """fp16: initial loss scale."""
@@ -105,8 +106,8 @@ class MixedPrecision(Technique):
         """Matrix multiplications and most activations take half the bytes; every weight is cast once per
         micro-batch."""
         g.dtype = self.dtype
-        if self.loss == "copies":
-            g.closing.append(_copied_loss)
+        if self.loss != "in_place":
+            g.closing.append(_copied_loss if self.loss == "copies" else _compiled_loss)
         if self.weights != "fp32":
             return _all_low(g, self.dtype, self.weights == "low")
         # The residual stream stays fp32, unless every sum of it goes through a norm with a low-precision result.
@@ -186,6 +187,19 @@ def _copied_loss(g: Graph) -> None:
         b.saved["logits"] = replace(b.saved["logits"], bytes=4.0 * size)
         b.workspace = (10.0 if divided else 6.0) * size
         b.backward_workspace = (14.0 if divided else 10.0) * size
+
+
+def _compiled_loss(g: Graph) -> None:
+    """Two bytes per logit: read twice forward, for sums and for the loss, and once backward, where as many are
+    written."""
+    for b in g.blocks:
+        if "logits" in b.saved and any(o.name == "loss" for o in b.forward):
+            rows, vocab, _ = next(o.shape for o in b.forward if o.name == "head.out")
+            size = 2.0 * rows * vocab
+            b.forward = [changed(o, bytes=2 * size) if o.name == "loss" else o for o in b.forward]
+            b.backward = [changed(o, bytes=2 * size) if o.name == "loss.bwd" else o for o in b.backward]
+            b.saved["logits"] = replace(b.saved["logits"], bytes=size)
+            b.workspace, b.backward_workspace = 0.0, size
 
 
 def _sum_gradients(g: Graph) -> None:
