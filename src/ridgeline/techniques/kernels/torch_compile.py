@@ -103,11 +103,15 @@ _SAME_INPUT = ("k_proj.quantize", "v_proj.quantize", "up_proj.quantize")
 
 def _chained(ops: list[Op]) -> list[Op]:
     """A norm does not read again what an addition before it has written (of three tensors that this moves). What is
-    computed twice is computed once."""
+    computed twice is computed once, and a sum of three gradients is one kernel."""
     out: list[Op] = []
+    summed: set[str] = set()
     for op in ops:
         if op.name.endswith(_SAME_INPUT):
             continue
+        if op.name.endswith("_proj.accumulate"):
+            part = op.name.partition(".")[0]
+            op, _ = changed(op, bytes=op.bytes / 3) if part in summed else op, summed.add(part)
         last = out[-1] if out else None
         if last is not None and (last.kind, op.kind) in MERGED and last.recompute == op.recompute:
             saved = last.bytes / 3 if last.kind == "residual" else 0.0

@@ -282,8 +282,12 @@ def _products(b: Block, kept: float, early_stop: bool, eager: bool) -> None:
         elif summed is not None and not eager:
             stay.add(o.name)
     for key, s in b.saved.items():
-        if key == "encoder_output" or key.endswith((".context", ".lse")):
+        if key == "encoder_output" or key.endswith(".lse"):
             saved[key] = Saved(s.bytes, again)
+    for o in b.forward:
+        if o.kind == "attention":
+            batch, heads, _, length, _, dim = o.shape
+            saved[f"{o.name}.out"] = Saved(batch * heads * length * dim * (4.0 if o.dtype == "fp32" else 2.0), again)
     read = sum(s.bytes for key, s in saved.items() if key != "input")
     b.recomputed = max(0.0, _rebuilt(b) - read)
     b.saved = saved

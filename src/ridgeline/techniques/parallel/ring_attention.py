@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -43,6 +43,15 @@ class RingAttention(Technique):
 
     degree: int = Field(default=2, ge=2)
     """Ranks that share a sequence."""
+    exchange: Literal["ring", "gather"] = "ring"
+    """ring: keys and values are passed on while those at hand are attended to. gather: as PyTorch's context_parallel
+    does by default, those of every query head are gathered while a rank's own are attended to, and only their gradients
+    are passed on, in fp32, in which parts are summed: predicted, not yet run."""
+
+    @property
+    def runs(self) -> bool:
+        """The ring."""
+        return self.card.runs and self.exchange == "ring"
 
     def axes(self) -> dict[str, int]:
         """The mesh axis next to tensor parallelism."""
@@ -98,7 +107,11 @@ class RingAttention(Technique):
         g.residual /= c
         stride = e.stride("cp")
         elements = pair / DTYPE_BYTES[g.dtype]
-        g.closing.insert(0, lambda graph: _exchange(graph, elements, c, stride))
+        if self.exchange == "gather":
+            rows = float(g.tokens * e.model.q_size / e.parallel.get("tp", 1))
+            g.closing.insert(0, lambda graph: _gather(graph, rows, c, stride))
+        else:
+            g.closing.insert(0, lambda graph: _exchange(graph, elements, c, stride))
         return g
 
     def build(self, run: TrainBuild) -> None:
@@ -142,6 +155,40 @@ def _balanced(op: Op, c: int) -> Op:
         return op
     batch, heads, kv_heads, q_len, kv_len, dim = op.shape
     return changed(op, shape=(batch * c, heads, kv_heads, q_len, kv_len // c, dim))
+
+
+def _gather(g: Graph, rows: float, c: int, stride: int) -> None:
+    """Keys and values of all query heads, of ``rows`` elements each on a rank, beside the first of ``c`` parts; each of
+    the others is added to fp32 sums: results (12 bytes an element), in backward gradients of queries, keys and values
+    (30)."""
+
+    def link(name: str, kind: str, direction: str, behind: Op, width: float) -> Op:
+        size = 2 * rows * width * c
+        return Op(name, "communication", kind, direction, bytes=size, link_bytes=size, ranks=c, axis="cp",
+                  stride=stride, behind=behind.name)  # fmt: skip
+
+    def parted(ops: list[Op], name: str, each: float) -> list[Op]:
+        at = next((i for i, o in enumerate(ops) if o.name == name), None)
+        if at is None:
+            return ops
+        core = _balanced(ops[at], c)
+        batch, *rest = core.shape
+        own, others = (changed(core, name=n, shape=(max(1, round(batch * share)), *rest), flops=core.flops * share,
+                               bytes=core.bytes * share)
+                       for n, share in ((name, 1 / c), (name.replace("flash", "flash.parts"), (c - 1) / c)))  # fmt: skip
+        direction = core.direction
+        sums = Op(name.replace("flash", "merge"), "attention", "copy", direction, 0, each * rows * (c - 1), core.dtype)
+        new = [own, link(f"{name}.gather", "all_gather", direction, own, DTYPE_BYTES[core.dtype]), others, sums]
+        if direction == "backward":
+            new.append(link(f"{name}.exchange", "ring", direction, others, 4.0))
+        return [*ops[:at], *new, *ops[at + 1 :]]
+
+    def gather(b: Block) -> None:
+        split_saved(b, ["attention.k", "attention.v"], c)
+        b.forward = parted(b.forward, "attention.flash", 12.0)
+        b.backward = parted(b.backward, "attention.flash.bwd", 30.0)
+
+    g.each_block(gather, layers_only=True)
 
 
 def _exchange(g: Graph, elements: float, c: int, stride: int) -> None:
