@@ -12,10 +12,6 @@ from ridgeline.validate.csv_table import BadCell, CsvRow
 NAME = "finetuning"
 REQUIRED = ("method", "device", "layers", "hidden", "heads", "seq_len", "n_devices", "micro_batch_size")
 _TARGETS = {"qkv": ("q_proj", "k_proj", "v_proj")}
-CHAINS = {"norm": 4.0, "rope": 2.0}
-"""How much longer the eager kernels of Hugging Face's models take than one kernel of an eager framework, by the bytes
-they move: an RMSNorm widens, squares, averages, scales and narrows in six (36 bytes an element forward, 62 backward), a
-rotation multiplies, negates, joins, multiplies and adds (20)."""
 PLAIN_UNPACKING = 1.5
 """The same of GPTQ's weights: a shift, a mask, a subtraction and a product by the scales in 16 bits move 16 bytes an
 element, where ours writes the 16-bit result after one intermediate."""
@@ -28,7 +24,7 @@ def cases(row: CsvRow) -> list[Case]:
     if method not in _METHODS:
         raise BadCell(f"column 'method': {method!r} is none of {', '.join(_METHODS)}")
     run = CsvRow(row.line, {**row.cells, "micro_batch": row.cells["micro_batch_size"]})
-    chains = {} if row.text("precision", "") == "fp8" else CHAINS  # Transformer Engine's are fused
+    chains = {} if row.text("precision", "") == "fp8" else training_rows.PLAIN_LLAMA  # Transformer Engine's are fused
     if row.text("weights", "") == "int4":
         chains = {**chains, "cast": PLAIN_UNPACKING}
     # Qwen's scripts train all parameters under DeepSpeed's stage 3, on a single card too.

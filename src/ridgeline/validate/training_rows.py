@@ -32,8 +32,14 @@ from ridgeline.validate.nouns import architecture, device_of
 NAME = "training"
 REQUIRED = ("device", "layers", "hidden", "heads", "seq_len", "n_devices", "micro_batch")
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+_WHOLE = ("full", "1", "true", "yes", "block", "uniform", "all")
+"""What columns call the recomputation of whole layers."""
 _PACKED = 512
 """Tokens of one example of packed instruction data (assumption): attention sees no more of a row than it."""
+PLAIN_LLAMA = {"norm": 4.0, "rope": 2.0}
+"""How much longer the eager kernels of a Llama in plain PyTorch (Hugging Face's, torchtitan's) take than one kernel of
+an eager framework, by the bytes they move: an RMSNorm widens, squares, averages, scales and narrows in six (36 bytes an
+element forward, 62 backward), a rotation multiplies, negates, joins, multiplies and adds (20)."""
 _MEASURED = ("tokens_per_s_per_device", "step_s", "tflops_per_device", "mfu", "hfu")
 
 
@@ -57,14 +63,15 @@ def cases(
     """
     e, chosen = settled(row, workload, adapters)
     result = predict(e)
-    chains = dict(chains or {})
+    eager = _native(row) and not row.flag("compile", False) and e.model.gated
+    chains = dict(chains or (PLAIN_LLAMA if eager else {}))
     if "packed" in row.text("note", "").lower():
         chains["attention"] = min(1.0, _PACKED / e.training.seq_len)
     _lengthen(result, chains)
     if hooks:
         _wait_for_hooks(result, e)
     kept = result
-    if row.flag("compile", False) and has(e, "products"):  # torchao keeps 16-bit activations, and casts them again
+    if row.flag("compile", False) and has(e, "products") and not of_kind(e, Recompute):  # torchao keeps 16-bit activations, and casts them again
         calls = tuple(c for c in e.plan.calls if c.name != "fp8")
         kept = predict(resolve(e.model_copy(update={"plan": Plan(calls=calls)}))[0])
     found = [c for c in (_speed(row, e, result), _memory(row, e, kept)) if c is not None]
@@ -169,8 +176,56 @@ def network(text: str, device: Device, per_node: int) -> Link | None:
     return Link(name=text, bandwidth=total / per_node, latency=latency, source="the row's inter_node column")
 
 
+def _native(row: CsvRow) -> bool:
+    """Whether the software is PyTorch's own: FSDP2, DTensor, torch.compile and torchao, as in torchtitan."""
+    return row.flag("compile", False) or "torchtitan" in row.text("source", "").lower()
+
+
+def _native_plan(row: CsvRow, degrees: dict[str, int], micros: int, layout: Layout) -> list[str]:
+    """The layout of a run in PyTorch's own software as technique calls.
+
+    Blocks are compiled, the loss only where column ``compiled_loss`` says so. Selective recomputation is by operators,
+    tensor parallelism overlaps where the row's name or note says async.
+    """
+    precision, compiled = precision_of(row, "precision", "bf16"), row.flag("compile", False)
+    ranks = row.count("n_devices") // (degrees["tp"] * degrees["pp"])  # those that share a sequence have shards too
+    sharded = row.count("zero_stage", 3, least=0) >= 3 and ranks > 1
+    loss = "compiled" if compiled and row.flag("compiled_loss", False) else "copies"
+    plan = [] if precision in ("fp32", "tf32") else [
+        f"mixed_precision:dtype={'fp16' if precision == 'fp16' else 'bf16'},loss={loss},"
+        f"weights={'gathered' if sharded else 'low'}"]  # fmt: skip
+    if row.flag("flash", True):
+        plan.append("flash_attention:generation=2")
+    if compiled:
+        plan.append("torch_compile:pieces=true")
+    if precision == "fp8":
+        plan.append("fp8:gathered=codes")
+    if degrees["tp"] > 1:
+        beside = "async" in (row.text("id", "") + row.text("note", "")).lower()
+        plan += [f"tensor_parallel:degree={degrees['tp']},overlap={str(beside).lower()}", "sequence_parallel"]
+    if degrees["pp"] > 1:
+        plan.append(_pipeline(degrees["pp"], layout.interleave, micros))
+    if degrees["cp"] > 1:
+        plan.append(f"ring_attention:degree={degrees['cp']},exchange=gather")
+    if layout.recompute in _WHOLE:
+        plan.append("recompute")
+    elif layout.recompute.startswith(("sel", "op")):
+        plan.append("recompute:every=2" if "layer" in layout.recompute else "recompute:policy=products")
+    if ranks > 1:
+        plan.append("zero:stage=3" if sharded else "data_parallel")
+    return plan
+
+
+def _pipeline(stages: int, chunks: int, micros: int) -> str:
+    fits = chunks > 1 and micros % stages == 0
+    schedule = f"schedule=interleaved,chunks={chunks}" if fits else "schedule=1f1b"
+    return f"pipeline:degree={stages},{schedule}"
+
+
 def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, layout: Layout) -> list[str]:
     """The row's layout as technique calls; ``micros``: micro-batches per step."""
+    if _native(row):
+        return _native_plan(row, degrees, micros, layout)
     policy = layout.recompute
     precision = precision_of(row, "precision", "bf16" if "bf16" in device.peak_flops else "fp16")
     plan = [] if precision in ("fp32", "tf32") else [
@@ -182,12 +237,11 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
     megatron = not internevo and (
         row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1 or degrees["pp"] > 1
     )
-    compiled = row.flag("compile", False)
-    fused = megatron or compiled or precision == "fp8"  # which means Transformer Engine's kernels
+    fused = megatron or precision == "fp8"  # which means Transformer Engine's kernels
     if flash:
         # InternEvo asked for its release 1.0.5
-        plan.append(f"flash_attention:generation={1 if internevo else 3 if fused and not compiled else 2}")
-    fused_loss = str(row.text("family", "") == "mpt" or compiled).lower()
+        plan.append(f"flash_attention:generation={1 if internevo else 3 if fused else 2}")
+    fused_loss = str(row.text("family", "") == "mpt").lower()
     plan.append(f"fused_layers:elementwise={str(fused).lower()},loss={fused_loss},chunked=false")
     if degrees["tp"] > 1:
         sequence = row.flag("sequence_parallel", False)
@@ -196,14 +250,11 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
         if sequence:
             plan.append("sequence_parallel")
     if degrees["pp"] > 1:
-        chunks = layout.interleave
-        fits = chunks > 1 and micros % degrees["pp"] == 0
-        schedule = f"schedule=interleaved,chunks={chunks}" if fits else "schedule=1f1b"
         waits = "" if "fp8" in device.peak_flops else ",overlap=false"  # Megatron-LM of A100's years
-        plan.append(f"pipeline:degree={degrees['pp']},{schedule}{waits}")
+        plan.append(_pipeline(degrees["pp"], layout.interleave, micros) + waits)
     if degrees["cp"] > 1:
         plan.append(f"ring_attention:degree={degrees['cp']}")
-    if policy in ("full", "1", "true", "yes", "block", "uniform", "all"):
+    if policy in _WHOLE:
         # llm-foundry asks for PyTorch's own checkpoints, the others' are reentrant
         plan.append(f"recompute:early_stop={str(row.text('family', '') == 'mpt').lower()}")
     elif policy.startswith(("sel", "attn")):
