@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -166,8 +167,8 @@ class Recompute(Technique):
         for name, block in run.model.blocks.items():
             stack, _, index = name.partition(".")
             kind = kinds[first[stack] + int(index)]
-            if kind == "full":
-                block.forward = again(block.forward)
+            if kind in ("full", "products"):
+                block.forward = again(block.forward, **({"context_fn": _keeping()} if kind == "products" else {}))
             elif kind == "selective":
                 cores += [m for m in block.modules() if isinstance(m, SelfAttention)]
 
@@ -176,6 +177,35 @@ class Recompute(Technique):
                 module.backend = replace(module.backend, function=again(module.backend.function))
 
         run.hooks.filled.append(wrap)
+
+
+def _keeping() -> Callable[[], Any]:
+    """What a checkpoint keeps of its forward pass: the results of fused attention and of every second product."""
+    import torch
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    products = (aten.mm.default, aten.addmm.default)
+    attention = (
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._flash_attention_forward.default,
+    )
+
+    def contexts() -> Any:
+        seen = {False: 0, True: 0}  # products, in the first pass and when it is repeated
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if op in products:
+                seen[ctx.is_recompute] += 1
+            kept = seen[ctx.is_recompute] % 2 == 1 if op in products else op in attention
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
 
 
 def _blocks(e: Experiment) -> int:
