@@ -160,7 +160,7 @@ BAD = [
     ("lora:rank=two", ["rank = 'two' is not valid"]),
     ("lora:alpha=nan", ["alpha = nan is not valid"]),
     ("lora:targets=", ["at least 1 item"]),
-    ("recompute:policy=ful", ["policy = 'ful' is not valid", "'full', 'selective' or 'budget'"]),
+    ("recompute:policy=ful", ["policy = 'ful' is not valid", "'full', 'selective', 'products' or 'budget'"]),
     ("data_parallel:bucket_mb=0", ["bucket_mb = 0 is not valid"]),
 ]
 

@@ -21,6 +21,8 @@ BIASED = "biased"
 """Kernel of fused attention that adds a bias or a mask to its scores, or of FlashAttention's first generation."""
 PORTABLE = "portable"
 """Kernel of fused attention that uses only Ampere's features, on a newer device."""
+AFTER_AMPERE = ("hopper", "blackwell")
+"""Architectures whose fused attention was measured with kernels other than PyTorch's (see ``catalog/efficiency``)."""
 LATENT = "latent"
 """Kernel of fused attention whose values are its keys (latent attention with absorbed projections)."""
 Role = Literal["", "weight_gradient", "bias_gradient", "regather", "entry"]

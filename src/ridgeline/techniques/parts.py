@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Part = Literal[
-    "activations", "adapter_table", "batch_shape", "batch_split", "compiled_blocks", "compute_dtype", "divided_experts",
-    "divided_linears", "divided_tensors", "drafts", "dropped_blocks", "experts", "fused_attention", "fused_linears",
-    "fused_norms", "loss_scale", "low_rank", "masters", "model_shape", "optimizer", "packed_rows", "pass_memory",
-    "phase_pools", "products", "queue", "rank_groups", "recomputation", "recorded_step",
-    "relative_updates", "replicas", "resting_weights", "sequence_parts", "shards", "trainable", "weights",
-    "whole_gradients", "zeros",
+    "activations", "adapter_table", "batch_shape", "batch_split", "compiled_blocks", "compiled_pieces",
+    "compute_dtype", "divided_experts", "divided_linears", "divided_tensors", "drafts", "dropped_blocks", "experts",
+    "fused_attention", "fused_linears", "fused_norms", "loss_scale", "low_rank", "masters", "model_shape",
+    "optimizer", "packed_rows", "pass_memory", "phase_pools", "products", "queue", "rank_groups", "recomputation",
+    "recorded_step", "relative_updates", "replicas", "resting_weights", "sequence_parts", "shards", "trainable",
+    "weights", "whole_gradients", "zeros",
 ]  # fmt: skip
 
 PARTS: dict[Part, str] = {
@@ -19,6 +19,7 @@ PARTS: dict[Part, str] = {
     "batch_shape": "the sizes of batches",
     "batch_split": "how data-parallel ranks share the batch",
     "compiled_blocks": "blocks compiled as one",
+    "compiled_pieces": "what lies between the collectives of a block, compiled",
     "compute_dtype": "16-bit matrix products",
     "divided_experts": "experts divided over ranks",
     "divided_linears": "linear layers divided over ranks",

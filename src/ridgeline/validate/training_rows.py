@@ -71,7 +71,9 @@ def cases(
     if hooks:
         _wait_for_hooks(result, e)
     kept = result
-    if row.flag("compile", False) and has(e, "products") and not of_kind(e, Recompute):  # torchao keeps 16-bit activations, and casts them again
+    if (
+        row.flag("compile", False) and has(e, "products") and not of_kind(e, Recompute)
+    ):  # torchao keeps 16-bit activations, and casts them again
         calls = tuple(c for c in e.plan.calls if c.name != "fp8")
         kept = predict(resolve(e.model_copy(update={"plan": Plan(calls=calls)}))[0])
     found = [c for c in (_speed(row, e, result), _memory(row, e, kept)) if c is not None]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ridgeline.graph.graph import BIASED, PORTABLE, Op
+from ridgeline.graph.graph import AFTER_AMPERE, BIASED, PORTABLE, Op
 from ridgeline.predict.operators.kernel import peak_flops
 from ridgeline.spec.device import Cluster, Device
 
@@ -52,6 +52,8 @@ class InStepFactors(NamedTuple):
             took /= self.clock
         if name == BIASED and op.shape and op.shape[-1] <= NARROW:
             took *= self.narrow
+        if name == BIASED and device.architecture.lower() in AFTER_AMPERE:  # no faster there than the second generation
+            took = max(took, alone * self.portable)
         if name == "gemm" and self.sustained < 1.0:
             lasting = self.sustained * peak_flops(device, op.dtype) * (2 if op.sparse else 1)
             return max(took, op.flops / lasting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ridgeline.graph.graph import BIASED, LATENT, PORTABLE, Block, Graph, Op, Saved
+from ridgeline.graph.graph import AFTER_AMPERE, BIASED, LATENT, PORTABLE, Block, Graph, Op, Saved
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import CAPPED_ROWS
@@ -88,7 +88,7 @@ class FlashAttention(Technique):
         if e.model.position == "alibi":  # as a bias, which the mask is a part of
             g.buffers += e.model.num_heads * length * length * DTYPE_BYTES[e.dtype]
         first = self.generation == 1 or e.model.position == "alibi"  # FlashAttention-2 accepts a bias only since 2024
-        later = self.generation in (None, 2) and e.cluster.device.architecture.lower() in _AFTER_AMPERE
+        later = self.generation in (None, 2) and e.cluster.device.architecture.lower() in AFTER_AMPERE
 
         def fuse(b: Block) -> None:
             windowed = cut and (b.kind[1] or not mixed)
@@ -114,9 +114,7 @@ class FlashAttention(Technique):
         run.model.set_attention(run.fused_attention)
 
 
-_AFTER_AMPERE = ("hopper", "blackwell")
-"""Architectures whose fused attention was measured with kernels other than PyTorch's (see ``catalog/efficiency``)."""
-_VARLEN = ("ampere", "ada", *_AFTER_AMPERE)
+_VARLEN = ("ampere", "ada", *AFTER_AMPERE)
 """Architectures on which PyTorch's kernel for sequences of different lengths runs."""
 _PARTS = ("scores", "soft_cap", "mask", "softmax", "values")
 _BACKWARD_PARTS = ("soft_cap.bwd", "values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")

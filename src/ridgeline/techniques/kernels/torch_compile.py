@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.parts import Part
 from ridgeline.techniques.registry import refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
@@ -54,6 +55,10 @@ class TorchCompile(Technique):
     pieces: bool = False
     """Compile also what lies between the collectives of blocks of which a rank has shards or parts, as torchtitan does:
     predicted, not yet run."""
+
+    def changes(self) -> frozenset[Part]:
+        """Compiled pieces include what recomputation repeats."""
+        return self.card.changes | ({"compiled_pieces"} if self.pieces else frozenset())
 
     @property
     def runs(self) -> bool:
@@ -111,7 +116,8 @@ def _chained(ops: list[Op]) -> list[Op]:
             continue
         if op.name.endswith("_proj.accumulate"):
             part = op.name.partition(".")[0]
-            op, _ = changed(op, bytes=op.bytes / 3) if part in summed else op, summed.add(part)
+            op = changed(op, bytes=op.bytes / 3) if part in summed else op
+            summed.add(part)
         last = out[-1] if out else None
         if last is not None and (last.kind, op.kind) in MERGED and last.recompute == op.recompute:
             saved = last.bytes / 3 if last.kind == "residual" else 0.0

@@ -142,7 +142,7 @@ class Recompute(Technique):
         order = sorted(range(first), key=model.layer_kind)  # the graph lists a stack's layers by kind
         order += [first + i for i in sorted(range(model.num_layers), key=model.layer_kind)]
 
-        eager = not has(e, "compiled_blocks")
+        eager = not has(e, "compiled_pieces")
 
         def close(graph: Graph) -> None:
             kinds = self.kinds(len(order))
@@ -161,6 +161,9 @@ class Recompute(Technique):
 
         # The model has no dropout, so there is no random state to restore.
         again = partial(partial, checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=self.early_stop)
+        tensor = self.policy == "products" and "tp" in run.experiment.parallel
+        self.needs(not tensor, "policy 'products' in tensor parallelism, whose sums it keeps, can be predicted, not yet"
+                   " run", "use policy=full")  # fmt: skip
         spec = run.model.spec
         kinds, first = self.kinds(_blocks(run.experiment)), {"encoder": 0, "layers": spec.encoder_layers}
         cores: list[SelfAttention] = []

@@ -173,9 +173,17 @@ def _gather(g: Graph, rows: float, c: int, stride: int) -> None:
             return ops
         core = _balanced(ops[at], c)
         batch, *rest = core.shape
-        own, others = (changed(core, name=n, shape=(max(1, round(batch * share)), *rest), flops=core.flops * share,
-                               bytes=core.bytes * share)
-                       for n, share in ((name, 1 / c), (name.replace("flash", "flash.parts"), (c - 1) / c)))  # fmt: skip
+        names = {name: 1 / c, name.replace("flash", "flash.parts"): (c - 1) / c}
+        own, others = (
+            changed(
+                core,
+                name=n,
+                shape=(max(1, round(batch * share)), *rest),
+                flops=core.flops * share,
+                bytes=core.bytes * share,
+            )
+            for n, share in names.items()
+        )
         direction = core.direction
         sums = Op(name.replace("flash", "merge"), "attention", "copy", direction, 0, each * rows * (c - 1), core.dtype)
         new = [own, link(f"{name}.gather", "all_gather", direction, own, DTYPE_BYTES[core.dtype]), others, sums]

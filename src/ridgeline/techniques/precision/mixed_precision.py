@@ -99,8 +99,9 @@ class MixedPrecision(Technique):
     def check(self, e: Experiment) -> None:
         """Needs fp32 master weights, and shards to gather."""
         self.needs(e.dtype == "fp32", f"the weights are stored in {e.dtype}", 'set workload dtype = "fp32"')
-        self.needs(self.weights != "gathered" or (has(e, "shards") and not has(e, "replicas")), "weights=gathered is for"
-                   " parameters that are shards, and gathered to be used", "add zero:stage=3, or use weights=low")  # fmt: skip
+        sharded = has(e, "shards") and not has(e, "replicas")
+        self.needs(self.weights != "gathered" or sharded, "weights=gathered is for parameters that are shards, and"
+                   " gathered to be used", "add zero:stage=3, or use weights=low")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Matrix multiplications and most activations take half the bytes; every weight is cast once per
