@@ -44,7 +44,14 @@ def known_of(e: Experiment, techniques: Sequence[Technique], waiting: float) -> 
             "wider interval of the time to first token: clients with requests of about one length stay in step, real"
             " ones may not; length_cv of the workload says how much lengths vary"
         )
-    return Known(not unlike, fitted, waiting), notes
+    return Known(not unlike, fitted, waiting, reserved_by(e)), notes
+
+
+def reserved_by(e: Experiment) -> str:
+    """Why an experiment's peak memory is known less well than what it allocates, as a key of ``RESERVED``."""
+    if not e.is_training or e.cluster.device.kind != "gpu":
+        return ""
+    return "stages" if "pp" in e.parallel else "allocator"
 
 
 def in_step(e: Experiment) -> bool:

@@ -10,10 +10,12 @@ from itertools import product
 from typing import NamedTuple
 
 from ridgeline.graph import training_graph
-from ridgeline.predict.interval import MEMORY, spread_of
+from ridgeline.predict.interval import Known, spread_of
+from ridgeline.predict.known import reserved_by
 from ridgeline.predict.operators.kernel import peak_flops
 from ridgeline.predict.predict import predict
 from ridgeline.predict.step.in_step import FETCH, TRAINING
+from ridgeline.predict.step.training_step import communicators
 from ridgeline.spec.device import Cluster, Device, Link
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
@@ -368,15 +370,16 @@ def _memory(row: CsvRow, e: Experiment, result: Result) -> Case | None:
     if not row.has("memory_bytes"):
         return None
     categories = {item.category: item.bytes for item in result.memory}
+    categories.pop("framework", None)  # which, like communicators, a framework's own figure leaves out
     return Case(
         group=f"{e.cluster.device.name} memory",
         quantity="memory_bytes",
         measured=row.number("memory_bytes", above=0.0),
-        predicted=sum(categories.values()),
+        predicted=sum(categories.values()) - communicators(e),
         label=f"{e.model.name}: {' '.join(e.plan.strings())}",
         terms=(sum(categories.get(k, 0.0) for k in ("parameters", "gradients", "optimizer")),
                categories.get("activations", 0.0)),
-        spread=MEMORY,
+        spread=Known(reserved=reserved_by(e)).memory_spread,
         why=f"largest category: {max(categories, key=lambda k: categories[k])}",
         line=row.line,
     )  # fmt: skip

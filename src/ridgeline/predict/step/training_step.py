@@ -107,10 +107,14 @@ def with_overheads(peak: Peak, e: Experiment) -> Peak:
     if e.cluster.device.kind != "gpu":
         return peak
     at = dict(peak.categories)
-    groups = sum(degree > 1 for degree in (e.data_parallel, *e.parallel.values()))
-    at["buffers"] = at.get("buffers", 0.0) + groups * COMMUNICATOR_BYTES
+    at["buffers"] = at.get("buffers", 0.0) + communicators(e)
     at["fragmentation"] = FRAGMENTATION * (at.get("activations", 0.0) + at.get("temporaries", 0.0))
     return Peak({k: v for k, v in at.items() if v}, peak.instant)
+
+
+def communicators(e: Experiment) -> float:
+    """Bytes of a GPU rank's communicators, which no framework counts among its tensors."""
+    return COMMUNICATOR_BYTES * sum(degree > 1 for degree in (e.data_parallel, *e.parallel.values()))
 
 
 def _expose(rows: list[Row], g: Graph, step: TimedStep) -> None:
