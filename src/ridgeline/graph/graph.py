@@ -284,6 +284,8 @@ class Pipeline:
     """Bytes sent between neighboring stages for every micro-batch and direction."""
     waits: bool = False
     """Whether both ranks wait for every transfer."""
+    keeps_outputs: bool = False
+    """Whether what a stage puts out is kept until the step ends."""
 
 
 @dataclass(slots=True, frozen=True)

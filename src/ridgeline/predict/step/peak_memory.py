@@ -135,10 +135,17 @@ def training_peak(g: Graph, ranks: Collection[int] = ()) -> Peak:
         receives = sends + sum(v > 0 for v in range(rank, virtual, pipe.degree))
         peak = _Sweep(g, mine, sizes, held, g.accumulation > held, late).peak()
         messages = (min(sends, 1) + receives) * g.residual
-        peak.categories["activations"] = peak.categories.get("activations", 0.0) + messages
+        kept = _outputs(g, mine, sends) if pipe.keeps_outputs else 0.0
+        peak.categories["activations"] = peak.categories.get("activations", 0.0) + messages + kept
         if peak.total > best.total:
             best = Peak(peak.categories, f"{peak.instant}, stage {rank}")
     return best
+
+
+def _outputs(g: Graph, blocks: list[Block], sends: int) -> float:
+    """Bytes of what a rank's stages have put out at its last backward pass: to ``sends`` others, and 16-bit logits."""
+    logits = (o.shape[0] * o.shape[1] * _width(o) for b in blocks for o in b.forward if o.name == "head.out")
+    return g.accumulation * sends * g.residual + (g.accumulation - 1) * sum(logits)
 
 
 def resting(g: Graph, place: int | None = None) -> dict[str, float]:

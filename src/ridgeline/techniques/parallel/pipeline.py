@@ -58,6 +58,9 @@ class PipelineParallel(Technique):
     overlap: bool = True
     """Whether transfers between stages run beside computation; Megatron-LM of 2021 waits for each: predicted, not yet
     run."""
+    outputs: Literal["freed", "kept"] = "freed"
+    """Whether a stage's outputs, logits among them, are kept until the step ends, as by PyTorch's own stages in 2024:
+    predicted, not yet run."""
 
     def axes(self) -> dict[str, int]:
         """The outermost mesh axis."""
@@ -146,7 +149,8 @@ class PipelineParallel(Technique):
         """Set the step's stages; a tied head has its own copy of the embedding on the last stage."""
         if not e.is_training:
             return self._in_turn(g, e)
-        pipe = Pipeline(self.degree, self.schedule, self.chunks, self.layers or (), waits=not self.overlap)
+        pipe = Pipeline(self.degree, self.schedule, self.chunks, self.layers or (), waits=not self.overlap,
+                        keeps_outputs=self.outputs == "kept")  # fmt: skip
         g.pipeline = pipe
 
         def connect(graph: Graph) -> None:
@@ -199,6 +203,7 @@ class PipelineParallel(Technique):
         from ridgeline.techniques.parallel.pipeline_torch import PipelineRuntime
 
         self.needs(self.overlap, "overlap=false can be predicted, not yet run", "drop it")
+        self.needs(self.outputs == "freed", "outputs=kept can be predicted, not yet run", "drop it")
 
         total = run.experiment.model.num_layers
         counts = self.layers or even(total, self.degree * self.chunks)
