@@ -193,7 +193,8 @@ def _native_plan(row: CsvRow, degrees: dict[str, int], micros: int, layout: Layo
     """
     precision, compiled = precision_of(row, "precision", "bf16"), row.flag("compile", False)
     ranks = row.count("n_devices") // (degrees["tp"] * degrees["pp"])  # those that share a sequence have shards too
-    sharded = row.count("zero_stage", 3, least=0) >= 3 and ranks > 1
+    stage = min(3, row.count("zero_stage", 3, least=0))
+    sharded = stage == 3 and ranks > 1
     loss = "compiled" if compiled and row.flag("compiled_loss", False) else "copies"
     plan = [] if precision in ("fp32", "tf32") else [
         f"mixed_precision:dtype={'fp16' if precision == 'fp16' else 'bf16'},loss={loss},"
@@ -215,8 +216,13 @@ def _native_plan(row: CsvRow, degrees: dict[str, int], micros: int, layout: Layo
         plan.append("recompute")
     elif layout.recompute.startswith(("sel", "op")):
         plan.append("recompute:every=2" if "layer" in layout.recompute else "recompute:policy=products")
+    if row.flag("activation_offload", False):
+        plan.append("activation_offload")
+    experts = row.count("ep", 1, least=0)
+    if experts > 1 and ranks > 1:
+        plan.append(f"expert_parallel:degree={min(experts, ranks)}")
     if ranks > 1:
-        plan.append("zero:stage=3" if sharded else "data_parallel")
+        plan.append(f"zero:stage={stage}" if stage else "data_parallel")
     return plan
 
 
