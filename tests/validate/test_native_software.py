@@ -1,10 +1,9 @@
 """Runs of PyTorch's own software against published ones: FSDP2, DTensor, torch.compile and torchao in torchtitan.
 
 Facts from pytorch/torchtitan: ``benchmarks/llama3_h100_202412_torchtitan.md`` (tables 1 to 6, 18 rows),
-``benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md``,
-``benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md`` and, of August 2024, ``docs/performance.md`` at 3faaa1a. Nothing
-is fitted on them, but for the intervals of memory, which is what PyTorch's allocator has reserved at most, as torchtitan
-logs it.
+``benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md``, ``benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md``
+and, of August 2024, ``docs/performance.md`` at 3faaa1a. Nothing is fitted on them, but for the intervals of memory.
+Memory is what PyTorch's allocator has reserved at most, as torchtitan logs it.
 """
 
 from math import log
