@@ -33,6 +33,7 @@ class TorchCompile(Technique):
         taxonomy="training/model/compiler",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
+        validated=frozenset({"pretrain"}),
         claim="1.41x faster training of 180 models on an A100 (PyTorch 2, ASPLOS 2024, geometric mean)",
         example={"backend": "aot_eager"},
         changes=frozenset({"compiled_blocks"}),

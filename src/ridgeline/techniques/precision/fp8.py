@@ -141,7 +141,7 @@ class FP8(Technique):
             compute = "fp8" if "fp8" in e.cluster.device.peak_flops else ""
             return g.each_block(lambda b: _store(b, compute), layers_only=True)
         units, rowwise, keep = "fp8" in e.cluster.device.peak_flops, self.scaling == "rowwise", _keeps(e)
-        coded = self.gathered == "codes" and has(e, "shards")
+        coded = self.gathered == "codes" and has(e, "shards") and not has(e, "replicas")
         if self.scaling == "delayed" or not units:
             g.each_block(lambda b: _lower(b, _quantized), layers_only=True)
         else:
