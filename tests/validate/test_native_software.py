@@ -2,8 +2,9 @@
 
 Facts from pytorch/torchtitan: ``benchmarks/llama3_h100_202412_torchtitan.md`` (tables 1 to 6, 18 rows),
 ``benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md``, ``benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md``
-and, of August 2024, ``docs/performance.md`` at 3faaa1a. Nothing is fitted on them, but for the intervals of memory.
-Memory is what PyTorch's allocator has reserved at most, as torchtitan logs it.
+and, of August 2024, ``docs/performance.md`` at 3faaa1a; and from the README and ``src/scripts/train`` of
+allenai/OLMo-core 1.5.0. Nothing is fitted on them, but for the intervals of memory. Memory is what PyTorch's allocator
+has reserved at most, as torchtitan logs it.
 """
 
 from math import log
@@ -12,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+from ridgeline import catalog, experiments
+from ridgeline.predict import predict
 from ridgeline.validate import training_rows as training
 from ridgeline.validate.csv_table import CsvRow
 
@@ -98,6 +101,13 @@ CLAIMED = {  # docs/accuracy.md: errors of tokens per second and of memory
     "on H200": (ON_H200, 0.055, 0.126),
     "earlier": (EARLIER, 0.063, None),
 }
+OLMO = [  # (layers, hidden, heads, ffn), micro-batch, batch, tokens/s per H100 in bf16 and fp8
+    ((18, 2048, 16, 5632), 4, 1024, 44000, 51000),
+    ((32, 4096, 32, 11008), 2, 1024, 10000, 13000),
+    ((40, 5120, 40, 13824), 1, 2048, 4600, 5500),
+]
+"""OLMo-core's own scripts; how many GPUs is not stated, and matters little: 64 are assumed."""
+OLMO_CLAIMED = 0.070
 SPEED, MEMORY = 0.137, 0.100
 """The same of the 18 rows of December 2024."""
 
@@ -136,3 +146,21 @@ def test_torchtitan_altogether():
     assert errors(runs, 1) <= MEMORY + 0.0005
     for case in (c for run in [*runs, *ON_H200] for c in cases(run)):
         assert abs(log(case.predicted / case.measured)) <= 1.96 * case.spread, f"{case.quantity} of {case.label}"
+
+
+def test_olmo_core():
+    found = []
+    for (layers, hidden, heads, ffn), micro, batch, *rates in OLMO:
+        spec = catalog.model("olmo-2-7b").model_dump() | {
+            "name": f"olmo-{hidden}", "num_layers": layers, "hidden_size": hidden, "num_heads": heads,
+            "num_kv_heads": heads, "intermediate_size": ffn,
+        }  # fmt: skip
+        loss = "copies" if hidden == 2048 else "compiled"  # which the larger ones' fused loss is nearest to
+        plan = [f"mixed_precision:weights=gathered,loss={loss}", "flash_attention", "torch_compile:pieces=true",
+                "zero:stage=3"]  # fmt: skip
+        workload = {"kind": "pretrain", "seq_len": 4096, "batch_size": batch, "micro_batch_size": micro}
+        for more, rate in zip(([], ["fp8"]), rates, strict=True):
+            e = experiments.make(spec, "8x8xh100", workload, [*plan, *more])
+            found.append(predict(e).metrics["tokens_per_s_per_device"].value / rate - 1)
+    print(f"tokens/s {[f'{e:+.1%}' for e in found]}, mean {fmean(map(abs, found)):.1%}")
+    assert fmean(map(abs, found)) <= OLMO_CLAIMED + 0.0005
