@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ridgeline.nn.memory.cache_tiers import CacheDisk, HostCache
 from ridgeline.nn.memory.hidden_tiers import HiddenStates
-from ridgeline.nn.memory.layer_stream import LayerStream
+from ridgeline.nn.memory.layer_stream import LayerStream, piece_sizes
 from ridgeline.nn.memory.tiered_store import mark_host
 from ridgeline.nn.model.attention import CacheOf, LayerCache
 from ridgeline.runtime.build import Build
-from ridgeline.runtime.resting_weights import rest_layers
+from ridgeline.runtime.resting_weights import rest_modules
 
 
 def spread_over_tiers(
@@ -48,8 +48,9 @@ def _place_weights(run: Build, tiers: Sequence[str], folder: Path, ahead: int) -
     if not names:
         return
     modules = [run.model.layers[name] for name in names]
-    groups, sources = rest_layers(run, names, [folder if tiers[int(name)] == "disk" else None for name in names])
-    stream = LayerStream(groups, sources, run.device, ahead)
+    groups, sources = rest_modules(run, names, [folder if tiers[int(name)] == "disk" else None for name in names])
+    room = max(piece_sizes(sources)) * min(ahead + 1, len(sources))
+    stream = LayerStream(groups, sources, run.device, ahead, room)
     stream.follow(modules)
     run.buffers += stream.tensors()
 
