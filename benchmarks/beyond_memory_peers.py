@@ -82,7 +82,7 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str, deepspeed: 
             some["llama.cpp"] = [llama_cpp, str(HERE / "peers" / "llama_cpp_worker.py")]
         steps: dict[str, list[float]] = {name: [] for name in some}
         work = {"batch_size": batch, "prompt_len": PROMPT, "output_len": OUTPUT}
-        left = ["zero_inference:parameters=nvme,resident=auto"]
+        left = ["zero_inference:parameters=nvme,fetch=modules,prefetch=0.5,resident=auto"]
         plans = {mine: within(mine, work, left, size / 4, 0.0).plan.strings() for mine in (checkpoint, small)}
         answers: dict[str, Any] = {}
         versions: dict[str, str] = {}

@@ -43,6 +43,7 @@ class ZeroInference(Technique):
         taxonomy="inference/offload/zero_inference",
         tasks=frozenset({"generate", "serve"}),
         lossless=True,
+        example={"fetch": "modules", "prefetch": 0.5},
         claim="25x larger models than the device's memory holds, at up to 84 TFLOP/s on an A6000 (over 50 % of peak)",
         owns=frozenset({"resting_weights"}),
     )
