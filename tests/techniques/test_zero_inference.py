@@ -465,7 +465,7 @@ def test_a_compressed_checkpoint_is_read_a_layer_at_a_time(tmp_path, monkeypatch
         monkeypatch.setattr(module, "return_freed_memory", lambda: freed.append(len(held)))
     _, moved = built(tmp_path / "small", f"{plan},path={tmp_path / 'scratch'}")
     assert max(held) == 1
-    assert len(set(freed)) == 4
+    assert len(set(freed)) == (8 if "flexgen" in plan else 4)  # which stores attention and feed-forward part apart
     torch.testing.assert_close(tokens(moved)[1], want[1], rtol=1e-5, atol=1e-6)
     if (tmp_path / "scratch").exists():
         assert os.listdir(tmp_path / "scratch") == []

@@ -334,6 +334,15 @@ class LayerStream:
             module.register_forward_pre_hook(partial(self._before, i), prepend=True)
             module.register_forward_hook(partial(self._after, i), always_call=True)
 
+    @contextlib.contextmanager
+    def held(self, i: int) -> Iterator[None]:
+        """Group ``i`` is there until the end, for several passes of its module."""
+        try:
+            self._before(i)
+            yield
+        finally:
+            self._after(i)
+
     def _before(self, i: int, *_: Any) -> None:
         if not self._pending or self._pending[0][0] != i:
             self._restart(i)
