@@ -83,6 +83,8 @@ PLANS = {
     "disk": ["zero_inference:parameters=nvme,prefetch=1"],
     "disk, prefetch 3": ["zero_inference:parameters=nvme,prefetch=3"],
     "disk, no prefetch": ["zero_inference:parameters=nvme,prefetch=0"],
+    "disk, by modules": ["zero_inference:parameters=nvme,fetch=modules,prefetch=1"],
+    "disk, by modules, half a layer": ["zero_inference:parameters=nvme,fetch=modules,prefetch=0.5"],
 }
 
 

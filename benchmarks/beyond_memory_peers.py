@@ -30,8 +30,9 @@ POLICIES = (([64, 2], [0, 0, 0, 0, 0, 100]), ([32, 4], [0, 0, 0, 0, 0, 100]), ([
 memory."""
 MANY = (128, 16, 8)
 """Sequences, tokens of each prompt, tokens of each answer."""
-PROCESS = 500 << 20
-"""What Python, PyTorch and transformers take themselves."""
+PROCESS, OWN = 500 << 20, 300 << 20
+"""What Python, PyTorch and transformers are given for themselves, and what ours takes of it: 180 MB, and the pages of
+its libraries. Everybody uses what is left, others as page cache."""
 CODED = "ridgeline, 8 bits"
 GROUP = Path("/sys/fs/cgroup/memory/ridgeline-benchmark")
 
@@ -82,12 +83,12 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str, deepspeed: 
             some["llama.cpp"] = [llama_cpp, str(HERE / "peers" / "llama_cpp_worker.py")]
         steps: dict[str, list[float]] = {name: [] for name in some}
         work = {"batch_size": batch, "prompt_len": PROMPT, "output_len": OUTPUT}
-        left = ["zero_inference:parameters=nvme,resident=auto"]
-        plans = {mine: within(mine, work, left, size / 4, 0.0).plan.strings() for mine in (checkpoint, small)}
+        left = ["zero_inference:parameters=nvme,fetch=modules,prefetch=0.5,resident=auto"]
+        plans = {mine: within(mine, work, left, limit - OWN, 0.0).plan.strings() for mine in (checkpoint, small)}
         answers: dict[str, Any] = {}
         versions: dict[str, str] = {}
-        for _ in range(rounds):
-            for name, command in list(some.items()):
+        for turn in range(rounds):
+            for name, command in _from(list(some.items()), turn):
                 mine = small if name == CODED else checkpoint
                 forget(mine)
                 more = {"checkpoint": mine, "plan": plans[mine], "prompt": prompt(batch).tolist()}
@@ -115,6 +116,12 @@ def peers(checkpoint: str, folder: str, rounds: int, llama_cpp: str, deepspeed: 
     return {"limit_bytes": limit, "checkpoint_bytes": size, "rows": rows}
 
 
+def _from(contestants: list[Any], turn: int) -> list[Any]:
+    """Another one first in every turn: a disk that is throttled leaves less to those behind one that reads much."""
+    first = turn * len(contestants) // 2 % len(contestants)
+    return contestants[first:] + contestants[:first]
+
+
 def within(checkpoint: str, work: dict[str, Any], plan: list[str], room: float, host: float) -> Experiment:
     """Generation with what is left open in the plan settled for ``room`` bytes of a device and ``host`` bytes beside
     it, with the disk's rate as measured."""
@@ -139,7 +146,9 @@ def many(checkpoint: str, folder: str, flexgen: str) -> dict[str, Any]:
     count, length, new = MANY
     prompts = torch.randint(WIDE.vocab_size, (count, length), generator=torch.Generator().manual_seed(2)).tolist()
     work = {"batch_size": count, "prompt_len": length, "output_len": new}
-    e = within(checkpoint, work, ["flash_attention", "flexgen:overlap=true"], size * 3 / 16, size / 16)
+    room, plan = limit - OWN, ["flash_attention", "flexgen:overlap=true"]
+    tried = [within(checkpoint, work, plan, room * k / 8, room * (8 - k) / 8) for k in (4, 5, 6, 7)]
+    e = max((e for e in tried if predict(e).status == "ok"), key=lambda e: predict(e).metrics["tokens_per_s"].value)
     job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "folder": folder,
            "output_len": new, "plan": e.plan.strings()}  # fmt: skip
     forget(checkpoint)

@@ -366,7 +366,8 @@ def test_every_way_to_offload_is_compared():
     q = question("llama2-13b", "rtx4090", workload=work, only=frozenset())
     answer = search(q, workers=1)
     alone = {}
-    for call in ("zero_inference:resident=auto", "zero_inference:parameters=nvme,resident=auto", "flexgen"):
+    offload = "zero_inference:resident=auto"
+    for call in (offload, f"{offload},parameters=nvme", f"{offload},fetch=modules,prefetch=0.5", "flexgen"):
         e = experiments.make("llama2-13b", "rtx4090", work.model_dump(), ["flash_attention", call])
         alone[call] = predict(e).metrics["tokens_per_s"].value
     assert answer.best[0].metrics["tokens_per_s"] == pytest.approx(max(alone.values()))

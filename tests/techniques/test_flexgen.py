@@ -15,6 +15,7 @@ from ridgeline import catalog, experiments
 from ridgeline.graph import decode_graph
 from ridgeline.nn.memory.cache_tiers import CacheDisk
 from ridgeline.nn.memory.hidden_tiers import HiddenStates
+from ridgeline.nn.memory.layer_stream import LayerStream
 from ridgeline.nn.memory.meter import Meter
 from ridgeline.nn.model.attention import BACKENDS, LayerCache, Mask
 from ridgeline.nn.model.generate import decode, make_cache, prefill
@@ -22,6 +23,7 @@ from ridgeline.predict import predict
 from ridgeline.predict.common import rewritten
 from ridgeline.spec.device import Cluster, Host, Link
 from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.techniques.memory import flexgen_torch
 from ridgeline.techniques.memory.flexgen import spread
 from ridgeline.techniques.memory.flexgen_policy import KINDS, TIERS, PassCosts, PolicyCosts, place
 from ridgeline.techniques.registry import resolve
@@ -92,17 +94,22 @@ def test_a_mixture(tmp_path):
     assert torch.equal(tokens(built(source, plan)[1])[0], want[0])
 
 
-def test_weights_are_read_once_for_all_batches(deep):
+def test_weights_are_read_once_for_all_batches(deep, monkeypatch):
     """Row by row, every batch of its own reads all weights in every step: the zig-zag reads 1/n of that."""
-    read = {}
+    read, streams = {}, []
+
+    class Seen(LayerStream):
+        def __post_init__(self):
+            super().__post_init__()
+            streams.append(self)
+
+    monkeypatch.setattr(flexgen_torch, "LayerStream", Seen)
     for n in (1, 2, 4):
         _, model = built(deep, f"flexgen:batches={n},weights_device=0,weights_host=100,cache_device=100,cache_host=0",
                          batch_size=4)  # fmt: skip
-        hook = next(iter(next(iter(model.layers.values()))._forward_pre_hooks.values()))
-        stream = hook.func.__self__
         answers(model, 4)
-        read[n] = stream.bytes
-    assert read[1] == read[2] == read[4] == 2 * 6 * sum(s.size for s in stream.sources)
+        read[n] = streams[-1].bytes
+    assert read[1] == read[2] == read[4] == 2 * 6 * sum(s.size for s in streams[-1].sources)
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -358,7 +365,7 @@ def test_where_hidden_states_rest_is_predicted():
     assert buffers(on) - buffers(found["host"]) == pytest.approx(4 * one)
     assert buffers(on) - buffers(found["half"]) == pytest.approx(2 * one)
     assert found["host"].metrics["host_bytes"].value - on.metrics["host_bytes"].value == pytest.approx(4 * one)
-    moved = 32 * 2 * 4 * one  # into and out of every layer
+    moved = 32 * 2 * 2 * 4 * one  # into and out of attention and feed-forward part of every layer
 
     def ttft(hidden, weights="weights_device=0,weights_host=100"):
         plan = f"flexgen:batches=4,{weights},cache_device=0,cache_host=100,overlap=false,{hidden}"

@@ -99,18 +99,20 @@ class RestingWeights:
         return flat
 
 
-def rest_layers(
+def rest_modules(
     run: Build, names: Sequence[str], folders: Sequence[Path | None]
 ) -> tuple[list[list[LayerTensor]], list[Source]]:
-    """Store the layers ``names`` of the model, each in its folder's file or (None) in host memory, and free their
-    memory → the tensors of each, and where they are. One layer at a time is read, where loading left that for later."""
-    elements = [sum(p.numel() for p in run.model.layers[name].parameters()) for name in names]
+    """Store the modules ``names`` of the model's layers ("3", or "3.mlp.up_proj"), each in its folder's file or (None)
+    in host memory, and free their memory → the tensors of each, and where they are. One at a time is read, where
+    loading left that for later."""
+    modules = [run.model.layers.get_submodule(name) for name in names]
+    elements = [sum(p.numel() for p in module.parameters()) for module in modules]
     groups: list[list[LayerTensor]] = []
     sources: list[Source] = []
     rest: dict[Path | None, RestingWeights] = {}
     for name, folder, count in zip(names, folders, elements, strict=True):
-        run.model.complete(name)
-        tensors = layer_tensors(run.model.layers[name])
+        run.model.complete(name.partition(".")[0])
+        tensors = layer_tensors(run.model.layers.get_submodule(name))
         if folder not in rest:
             mine = [n for n, other in zip(elements, folders, strict=True) if other == folder]
             need = round(size_of(tensors) * sum(mine) / max(1, count)) + PAGE * len(mine)

@@ -1,9 +1,9 @@
 """Layers whose weights are stored in host memory or on disk and are on the device only while they are used
 (ZeRO-Inference, arXiv:2207.00032, section 6).
 
-A few device buffers are used in turn: while one layer computes, a thread fills the next ones. Weights on disk are read
-with O_DIRECT, bypassing the page cache: directly into the buffer if the device is the CPU, through pinned memory if it
-is a GPU.
+While one layer computes, a thread fetches the next ones into device memory that they use in turn. Weights on disk are
+read with O_DIRECT, bypassing the page cache: directly into that memory if the device is the CPU, through pinned memory
+if it is a GPU.
 """
 
 from __future__ import annotations
@@ -267,77 +267,134 @@ def bring(
     return done
 
 
+class Ring:
+    """Device memory that is handed out in consecutive pieces, and given back in the same order."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device) if cuda else aligned(size)
+        self._held: deque[tuple[int, int]] = deque()
+
+    def take(self, size: int) -> Tensor | None:
+        """A piece, uint8 [size], behind the last one; None while there is no room."""
+        start, limit = 0, self.buffer.numel()
+        if self._held:
+            first, (last, length) = self._held[0][0], self._held[-1]
+            start = last + length
+            if last < first or (start + size > limit and size <= first):  # around the end, before the oldest piece
+                start, limit = start if last < first else 0, first
+        if start + size > limit:
+            return None
+        self._held.append((start, size))
+        return self.buffer[start : start + size]
+
+    def give(self) -> None:
+        """Give back the oldest piece."""
+        self._held.popleft()
+
+    def clear(self) -> None:
+        """Give back all."""
+        self._held.clear()
+
+
 @dataclass
 class LayerStream:
-    """Streams the weights of some of a model's layers to the device in the order in which they are used.
+    """Streams groups of weights (of layers, or of parts of layers) to the device in the order in which they are used.
 
-    The layers share ``ahead + 1`` buffers; with ``ahead`` 0 each is fetched when it is used.
+    They share ``capacity`` bytes. At most ``ahead`` groups are there before their turn; with 0 each is fetched when it
+    is used.
     """
 
-    layers: Sequence[Sequence[LayerTensor]]
+    groups: Sequence[Sequence[LayerTensor]]
     sources: Sequence[Source]
     device: torch.device
     ahead: int
+    capacity: int
     bytes: int = 0
     """Number of bytes fetched so far."""
     waited: float = 0.0
     """Seconds that computation waited for them."""
     _pending: deque[tuple[int, DeviceBuffer, Future[torch.cuda.Event | None]]] = field(default_factory=deque)
     _active: DeviceBuffer | None = None
+    _freed: torch.cuda.Event | None = None
+    """When the computation with all that was given back has finished."""
 
     def __post_init__(self) -> None:
-        self.slots = device_buffers(self.sources, min(self.ahead + 1, len(self.layers)), self.device)
-        self._free = list(self.slots)
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        files, cuda = any(isinstance(s, FileSource) for s in self.sources), self.device.type == "cuda"
+        self._sizes = piece_sizes(self.sources)
+        assert self.capacity >= max(self._sizes)
+        self.ring = Ring(self.capacity, self.device)
+        self._staging = mark_host(aligned(max(self._sizes), pinned=True)) if files and cuda else None
+        self._stream = torch.cuda.Stream(self.device) if cuda else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     def follow(self, modules: Sequence[nn.Module]) -> None:
-        """Hook each layer's forward pass: fetch its weights before, drop them after."""
+        """Hook the forward pass of each group's module: fetch its weights before, drop them after."""
         for i, module in enumerate(modules):
             module.register_forward_pre_hook(partial(self._before, i), prepend=True)
             module.register_forward_hook(partial(self._after, i), always_call=True)
 
+    @contextlib.contextmanager
+    def held(self, i: int) -> Iterator[None]:
+        """Group ``i`` is there until the end, for several passes of its module."""
+        try:
+            self._before(i)
+            yield
+        finally:
+            self._after(i)
+
     def _before(self, i: int, *_: Any) -> None:
         if not self._pending or self._pending[0][0] != i:
             self._restart(i)
-        slot, arriving = self._pending.popleft()[1:]
+        piece, arriving = self._pending.popleft()[1:]
         began = time.perf_counter()
         arrived = arriving.result()
         self.waited += time.perf_counter() - began
         if arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(arrived)
-        for t in self.layers[i]:
-            t.bind(t.view(slot.buffer))
+        for t in self.groups[i]:
+            t.bind(t.view(piece.buffer))
         self.bytes += self.sources[i].size
-        self._active = slot
+        self._active = piece
 
     def _after(self, i: int, *_: Any) -> None:
-        for t in self.layers[i]:
+        for t in self.groups[i]:
             t.unbind(self.device)
-        slot, self._active = self._active, None
-        if slot is None:  # its weights were never fetched
+        piece, self._active = self._active, None
+        if piece is None:  # its weights were never fetched
             return
         if self._stream is not None:
-            slot.free = torch.cuda.current_stream(self.device).record_event()
-        self._free.append(slot)
+            self._freed = torch.cuda.current_stream(self.device).record_event()
+        self.ring.give()
         if self.ahead:
-            last = self._pending[-1][0] if self._pending else i
-            self._fetch((last + 1) % len(self.layers))
+            self._fetch((self._pending[-1][0] if self._pending else i) + 1)
 
     def _restart(self, i: int) -> None:
-        """Discard what was prefetched for another order, and restart at layer ``i``."""
+        """Discard what was prefetched for another order, and restart at group ``i``."""
         for _, _, arriving in self._pending:
             with contextlib.suppress(UserError):
                 arriving.result()
         self._pending.clear()
-        self._free = list(self.slots)
-        for k in range(len(self.slots)):
-            self._fetch((i + k) % len(self.layers))
+        self.ring.clear()
+        self._fetch(i)
 
     def _fetch(self, i: int) -> None:
-        slot = self._free.pop(0)
-        self._pending.append((i, slot, self._thread.submit(bring, self.sources[i], slot, self.device, self._stream)))
+        """Fetch group ``i`` and those behind it, as far as there is room."""
+        while len(self._pending) < min(self.ahead + 1, len(self.groups)):
+            i %= len(self.groups)
+            piece = self.ring.take(self._sizes[i])
+            if piece is None:
+                return
+            to = DeviceBuffer(piece, self._staging, self._freed)
+            self._pending.append((i, to, self._thread.submit(bring, self.sources[i], to, self.device, self._stream)))
+            i += 1
 
     def tensors(self) -> Iterator[Tensor]:
-        """The device's buffers."""
-        return (s.buffer for s in self.slots)
+        """The device's memory for weights."""
+        yield self.ring.buffer
+
+
+def piece_sizes(sources: Sequence[Source]) -> list[int]:
+    """Bytes that each group takes of a :class:`Ring`: whole pages, where any is read from disk."""
+    unit = PAGE if any(isinstance(s, FileSource) for s in sources) else _ALIGN
+    return [-(-s.size // unit) * unit for s in sources]

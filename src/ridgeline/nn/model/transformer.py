@@ -149,6 +149,23 @@ class TransformerBlock(nn.Module):
             x, normed = self.add_norm(x, update, self.mlp_norm)
         return x, self.mlp_update(self.mlp(normed))
 
+    @property
+    def in_two(self) -> bool:
+        """Whether the layer is :meth:`attend` and then :meth:`feed`, which need nothing else of each other."""
+        return not self.parallel and self.cross_attention is None
+
+    def attend(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
+        """Attention with its residual: ``x`` [B, S, H] → [B, S, H]."""
+        if self.post_norm:
+            return self.add_norm(x, self.attention_update(self.attention(x, mask, rope, cache)), self.attention_norm)[1]
+        return x + self.attention_update(self.attention(self.attention_norm(x), mask, rope, cache))
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The feed-forward part with its residual: ``x`` [B, S, H] → [B, S, H]."""
+        if self.post_norm:
+            return self.add_norm(x, self.mlp_update(self.mlp(x)), self.mlp_norm)[1]
+        return x + self.mlp_update(self.mlp(self.mlp_norm(x)))
+
     def attention_update(self, out: Tensor) -> Tensor:
         """What the attention's output adds to the residual stream."""
         return self._update(out, self.attention_out_norm)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -11,6 +13,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Result
 from ridgeline.techniques.memory.flexgen_policy import KINDS, PassCosts, PolicyCosts, place
 from ridgeline.techniques.memory.zero_inference import arriving, weights_change
@@ -29,10 +32,11 @@ _STAGED = 3
 
 
 class FlexGen(Technique):
-    """Divide the batch into ``batches``, take all of them through a layer before the next layer's weights come
-    (the zig-zag schedule), and spread weights, key/value cache and the hidden states between layers over device, host
-    memory and disk. Attention to a cache outside the device is computed on the host. What is left open is found by a
-    linear program over the shares, for each number of batches (FlexGen)."""
+    """Divide the batch into ``batches``, take all of them through a layer's attention, and then through its
+    feed-forward part, before the next weights come (the zig-zag schedule), and spread weights, key/value cache and the
+    hidden states between these over device, host memory and disk. Attention to a cache outside the device is computed
+    on the host. What is left open is found by a linear program over the shares, for each number of batches
+    (FlexGen)."""
 
     card: ClassVar[Card] = Card(
         name="flexgen",
@@ -180,8 +184,13 @@ class FlexGen(Technique):
         """All layers that do not stay, unless another technique changes their weights when the model is built."""
         if weights_change(self, e):
             return ()
-        tiers = self.layer_tiers(e.model.num_layers)
-        return tuple(f"layers.{i}." for i, tier in enumerate(tiers) if tier != "device")
+        return tuple(f"layers.{name}." for name in self.fetched(e.model))
+
+    def fetched(self, model: ModelSpec) -> dict[str, str]:
+        """What is fetched at a time, in order: names of modules below the model's layers ("3.mlp"), and their tiers."""
+        tiers = enumerate(self.layer_tiers(model.num_layers))
+        return {f"{i}.{part}" if part else str(i): tier for i, tier in tiers if tier != "device"
+                for part in parts_of(model)}  # fmt: skip
 
     def layer_tiers(self, layers: int) -> list[str]:
         """The tier of every layer, each tier's spread evenly."""
@@ -196,6 +205,13 @@ class FlexGen(Technique):
     def activation_tiers(self) -> list[str]:
         """The tier of the hidden states of each part of the batch."""
         return spread(self.batches or 1, self.share("activations_device"), self.share("activations_host"))
+
+    def room(self, sizes: Sequence[float]) -> float:
+        """Bytes of the device for what is fetched, of those of each fetch in order: of two that follow one another, or
+        without ``overlap`` of the largest."""
+        if not self.overlap or len(sizes) == 1:
+            return max(sizes)
+        return max(a + b for a, b in zip(sizes, (*sizes[1:], sizes[0]), strict=True))
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Weights come once for all batches; the cache's part outside the device is read where it is."""
@@ -219,25 +235,27 @@ class FlexGen(Technique):
     def _weights(self, g: Graph, e: Experiment) -> None:
         tiers = self.layer_tiers(sum(b.repeat for b in g.blocks if b.is_layer))
         blocks: list[Block] = []
-        buffer, at = 0.0, 0
+        arrive, at = list[float](), 0
         for b in g.blocks:
             if not b.is_layer:
                 blocks.append(b)
                 continue
             mine, at = tiers[at : at + b.repeat], at + b.repeat
-            size = sum(p.stored_bytes for p in b.params)
+            parts = [[i for i, p in enumerate(b.params) if p.name.startswith(name)] for name in parts_of(e.model)]
+            sizes = [sum(b.params[i].stored_bytes for i in part) for part in parts]
+            size = sum(sizes)
             for tier in ("device", "host", "disk"):
                 if count := mine.count(tier):
                     piece = replace(b.copy(), repeat=count)
                     if tier != "device":
-                        piece.gather_forward += arriving("weights", size, tier == "disk", e, self.overlap)
-                        for p in piece.params:
-                            p.resident = 0.0
-                        buffer = max(buffer, size)
+                        piece.gather_forward += arriving("weights", size, tier == "disk", e, self.overlap, len(parts))
+                        for i in chain.from_iterable(parts):
+                            piece.params[i].resident = 0.0
+                        arrive += sizes * count
                         g.host_bytes += size * count * (tier == "host")
                     blocks.append(piece)
         g.blocks = blocks
-        g.weight_buffers += buffer * min(1 + self.overlap, len(tiers) - tiers.count("device"))
+        g.weight_buffers += self.room(arrive) if arrive else 0.0
 
     def _cache(self, g: Graph, e: Experiment, cache: float, share: dict[str, float]) -> None:
         """Copies of each layer's cache, for all batches at once."""
@@ -270,14 +288,14 @@ class FlexGen(Technique):
                 b.gather_forward += ops
 
     def _hidden(self, g: Graph, e: Experiment, size: float, tiers: list[str]) -> None:
-        """Copies of the batches' hidden states, each of ``size`` bytes, in and out of every layer."""
+        """Copies of the batches' hidden states, each of ``size`` bytes, in and out of every layer, or of its parts."""
         moves: list[tuple[str, int]] = []
         if e.cluster.device.kind == "gpu":
             moves += [(kind, len(tiers) - tiers.count("device")) for kind in ("h2d", "d2h")]
         moves += [(kind, tiers.count("disk")) for kind in ("disk_read", "disk_write")]
-        behind = "layers" if self.overlap else ""
-        ops = [changed(host_copy(f"hidden.{kind}", kind, size * parts, "forward"), behind=behind, requests=parts)
-               for kind, parts in moves if parts]  # fmt: skip
+        behind, times = "layers" if self.overlap else "", len(parts_of(e.model))
+        ops = [changed(host_copy(f"hidden.{kind}", kind, size * n, "forward"), behind=behind, requests=n)
+               for kind, parts in moves if (n := parts * times)]  # fmt: skip
         for b in g.blocks:
             if b.is_layer:
                 b.gather_forward += ops
@@ -289,10 +307,16 @@ class FlexGen(Technique):
         from ridgeline.paths import cache_dir
         from ridgeline.techniques.memory.flexgen_torch import spread_over_tiers
 
-        layers = run.experiment.model.num_layers
+        model = run.experiment.model
         folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
-        spread_over_tiers(run, self.layer_tiers(layers), self.cache_tiers(layers), self.activation_tiers(), folder,
-                          int(self.overlap))  # fmt: skip
+        spread_over_tiers(run, self.fetched(model), self.cache_tiers(model.num_layers), self.activation_tiers(), folder,
+                          int(self.overlap), self.room)  # fmt: skip
+
+
+def parts_of(model: ModelSpec) -> tuple[str, ...]:
+    """The modules of a layer that all batches pass through one after the other; "": the layer, where these read more
+    than one another's results."""
+    return ("",) if model.parallel_residual or model.is_encoder_decoder else ("attention", "mlp")
 
 
 def spread(count: int, device: float, host: float) -> list[str]:

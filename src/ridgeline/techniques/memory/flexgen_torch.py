@@ -3,39 +3,56 @@ and 4.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ridgeline.nn.memory.cache_tiers import CacheDisk, HostCache
 from ridgeline.nn.memory.hidden_tiers import HiddenStates
-from ridgeline.nn.memory.layer_stream import LayerStream
+from ridgeline.nn.memory.layer_stream import LayerStream, piece_sizes
 from ridgeline.nn.memory.tiered_store import mark_host
 from ridgeline.nn.model.attention import CacheOf, LayerCache
+from ridgeline.nn.model.transformer import TransformerBlock
 from ridgeline.runtime.build import Build
-from ridgeline.runtime.resting_weights import rest_layers
+from ridgeline.runtime.resting_weights import rest_modules
+
+Step = tuple[Callable[..., Tensor], Callable[[], AbstractContextManager[None]]]
+"""What all parts of the batch pass through, and while what is held."""
 
 
 def spread_over_tiers(
-    run: Build, layers: Sequence[str], caches: Sequence[Sequence[str]], hidden: Sequence[str], folder: Path, ahead: int,
+    run: Build, weights: Mapping[str, str], caches: Sequence[Sequence[str]], hidden: Sequence[str], folder: Path,
+    ahead: int, room: Callable[[Sequence[float]], float],
 ) -> None:  # fmt: skip
-    """``layers``: the tier of each layer's weights; ``caches``: those of the cache of each layer and part of the
-    batch; ``hidden``: those of each part's hidden states between two layers. Every layer takes the parts one after the
-    other, while ``ahead`` layers, caches and hidden states are fetched."""
-    _place_weights(run, layers, folder, ahead)
+    """``weights``: the tier of those modules of the layers that are not on the device; ``caches``: those of the cache
+    of each layer and part of the batch; ``hidden``: those of each part's hidden states between two modules. Every
+    module takes the parts one after the other, while ``ahead`` modules, caches and hidden states are fetched, the
+    modules into ``room`` bytes of the device, of those of each."""
+    stream, names = _place_weights(run, weights, folder, ahead, room)
     run.model.cache_of = _Caches(run.model.cache_of, caches, folder, ahead)
     model, states = run.model, HiddenStates(hidden, folder, run.device, ahead > 0)
     if len(hidden) == 1 and hidden[0] == "device":
+        if stream is not None:
+            stream.follow([model.layers.get_submodule(name) for name in names])
         for block in model.layers.values():
             block.forward = partial(_whole, block.forward)
         return
     assert model.embed is not None
-    for module in (model.embed, *model.layers.values()):
-        module.forward = partial(_by_parts, module.forward, states)
+
+    def held(name: str) -> AbstractContextManager[None]:
+        return nullcontext() if stream is None or name not in names else stream.held(names.index(name))
+
+    modules: list[tuple[nn.Module, list[Step]]] = [(model.embed, [(model.embed.forward, nullcontext)])]
+    for i, block in model.layers.items():
+        found = passes(block).items()
+        modules.append((block, [(forward, partial(held, f"{i}.{part}" if part else i)) for part, forward in found]))
+    for module, steps in modules:
+        module.forward = partial(_by_parts, steps, states)
     last = model.norm if model.norm is not None else model.head
     assert last is not None
     last.forward = partial(_together, last.forward, states)
@@ -43,15 +60,31 @@ def spread_over_tiers(
         model.head.register_forward_pre_hook(lambda _, args: (args[0].to(run.device), *args[1:]))
 
 
-def _place_weights(run: Build, tiers: Sequence[str], folder: Path, ahead: int) -> None:
-    names = [name for name in run.model.layers if tiers[int(name)] != "device"]
-    if not names:
-        return
-    modules = [run.model.layers[name] for name in names]
-    groups, sources = rest_layers(run, names, [folder if tiers[int(name)] == "disk" else None for name in names])
-    stream = LayerStream(groups, sources, run.device, ahead)
-    stream.follow(modules)
+def passes(block: nn.Module) -> dict[str, Callable[..., Tensor]]:
+    """What all parts of the batch pass through one after the other, by the module of the layer whose weights it uses;
+    "": the layer."""
+    if not isinstance(block, TransformerBlock) or not block.in_two or "forward" in vars(block):
+        return {"": block.forward}
+    return {"attention": block.attend, "mlp": lambda x, *_: block.feed(x)}
+
+
+def _place_weights(
+    run: Build, weights: Mapping[str, str], folder: Path, ahead: int, room: Callable[[Sequence[float]], float]
+) -> tuple[LayerStream | None, list[str]]:
+    """The stream of the modules that are not on the device, and their names in its order."""
+    layers = run.model.layers
+    tiers: dict[str, str] = {}
+    for name, tier in weights.items():
+        layer = name.partition(".")[0]
+        if layer in layers:
+            tiers[layer if "" in passes(layers[layer]) else name] = tier
+    if not tiers:
+        return None, []
+    names = list(tiers)
+    groups, sources = rest_modules(run, names, [folder if tier == "disk" else None for tier in tiers.values()])
+    stream = LayerStream(groups, sources, run.device, ahead, int(room(piece_sizes(sources))))
     run.buffers += stream.tensors()
+    return stream, names
 
 
 class PartedCache(LayerCache):
@@ -102,12 +135,16 @@ def _whole(forward: Any, x: Tensor, *args: Any) -> Tensor:
     return out
 
 
-def _by_parts(forward: Any, states: HiddenStates, x: Tensor | HiddenStates, *args: Any) -> HiddenStates:
-    """A module's pass over ``x`` (token ids [B, S], or hidden states), a part of the sequences at a time."""
-    size = 0 if isinstance(x, HiddenStates) else len(x) // len(states.tiers)
-    for i in range(len(states.tiers)):
-        read = x[i] if isinstance(x, HiddenStates) else x[i * size : (i + 1) * size]
-        states[i] = forward(read, *_own(args, i))
+def _by_parts(steps: Sequence[Step], states: HiddenStates, x: Tensor | HiddenStates, *args: Any) -> HiddenStates:
+    """The pass of a module's ``steps`` over ``x`` (token ids [B, S], or hidden states), a part of the sequences at a
+    time while each step's weights are there."""
+    for forward, held in steps:
+        with held():
+            size = 0 if isinstance(x, HiddenStates) else len(x) // len(states.tiers)
+            for i in range(len(states.tiers)):
+                read = x[i] if isinstance(x, HiddenStates) else x[i * size : (i + 1) * size]
+                states[i] = forward(read, *_own(args, i))
+        x = states
     return states
 
 

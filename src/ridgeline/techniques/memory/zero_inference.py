@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -10,6 +11,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.parallel.divide_operators import host_copy
 from ridgeline.techniques.parts import Part
 from ridgeline.techniques.registry import techniques_of
@@ -26,8 +28,9 @@ _CHANGES_WEIGHTS: frozenset[Part] = frozenset({
 
 
 class ZeroInference(Technique):
-    """Keep the weights of transformer layers in host memory or on disk and fetch each layer to the device when it
-    computes, prefetching the next ones; the freed memory allows larger batches (DeepSpeed ZeRO-Inference).
+    """Keep the weights of transformer layers in host memory or on disk and fetch each layer (or each projection) to the
+    device when it computes, prefetching the next ones; the freed memory allows larger batches (DeepSpeed
+    ZeRO-Inference).
 
     Layers on disk are read from the checkpoint's own files where these store them in the required form; otherwise they
     are written once to an unlinked file in ``path``.
@@ -40,6 +43,7 @@ class ZeroInference(Technique):
         taxonomy="inference/offload/zero_inference",
         tasks=frozenset({"generate", "serve"}),
         lossless=True,
+        example={"fetch": "modules", "prefetch": 0.5},
         claim="25x larger models than the device's memory holds, at up to 84 TFLOP/s on an A6000 (over 50 % of peak)",
         owns=frozenset({"resting_weights"}),
     )
@@ -48,8 +52,12 @@ class ZeroInference(Technique):
 
     parameters: Literal["cpu", "nvme"] = "cpu"
     """Where the weights of layers are stored: host memory or disk."""
-    prefetch: int = Field(default=1, ge=0)
-    """Number of layers to prefetch; 0: none, so that nothing overlaps."""
+    fetch: Literal["layers", "modules"] = "layers"
+    """What is fetched at a time: whole layers, or single projections (latent attention, and a mixture's experts with
+    their router, as a whole), whose memory is free for the next ones as soon as each is computed."""
+    prefetch: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0)] = 1
+    """Number of layers to prefetch; 0: none, so that nothing overlaps. Of modules: the device's memory for all that is
+    fetched, as a number of layers; 0.5 is half a layer."""
     resident: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
     """Number of layers that stay on the device, spread evenly over the model; auto: as many as are predicted to fit, or
     in task serve as many as give the highest predicted throughput."""
@@ -58,15 +66,17 @@ class ZeroInference(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Both tiers, with as many layers on the device as the predictor decides. On a CPU, copies from host memory use
-        the cores that compute, so prefetching does not help."""
+        """Both tiers, by layers and by modules, with as many layers on the device as the predictor decides. On a CPU,
+        copies from host memory use the cores that compute, so prefetching does not help."""
         ahead = {"cpu": int(e.cluster.device.kind == "gpu"), "nvme": 1}
-        return [cls(parameters=tier, resident="auto", prefetch=k) for tier, k in ahead.items()]
+        units = [(tier, unit, k) for tier, k in ahead.items() for unit in ("layers", "modules")]
+        return [cls(parameters=tier, resident="auto", fetch=unit, prefetch=k and 0.5 if unit == "modules" else k)
+                for tier, unit, k in units]  # fmt: skip
 
     @classmethod
     def smallest(cls, e: Experiment) -> list[Technique]:
         """No layer stays on the device, and none is there before its turn."""
-        return [cls(parameters=tier, resident=0, prefetch=0) for tier in ("cpu", "nvme")]
+        return [cls(parameters=tier, resident=0, prefetch=0, fetch="modules") for tier in ("cpu", "nvme")]
 
     def settled(self, e: Experiment, ask: Ask) -> Technique:
         """Resolve the number of resident layers where it was left to the predictor."""
@@ -102,6 +112,9 @@ class ZeroInference(Technique):
         """There cannot be more resident layers than layers."""
         self.needs(self.stays <= e.model.num_layers, f"{self.resident} resident layers of {e.model.num_layers}",
                    f"use resident={e.model.num_layers} or less")  # fmt: skip
+        whole = self.prefetch == int(self.prefetch)
+        self.needs(whole or self.fetch == "modules", f"prefetch={self.prefetch} of whole layers",
+                   "use fetch=modules, or a whole number")  # fmt: skip
 
     def streamed(self, layers: int) -> frozenset[int]:
         """The layers, of this many, that do not stay on the device, spread evenly."""
@@ -112,11 +125,25 @@ class ZeroInference(Technique):
         """All streamed layers, unless another technique changes their weights when the model is built."""
         if weights_change(self, e):
             return ()
-        return tuple(f"layers.{i}." for i in sorted(self.streamed(e.model.num_layers)))
+        return tuple(f"layers.{name}." for name in self.fetched(e.model))
+
+    def fetched(self, model: ModelSpec) -> list[str]:
+        """What is fetched at a time, in order: names of modules below the model's layers ("3", "3.mlp.up_proj")."""
+        layers = sorted(self.streamed(model.num_layers))
+        if self.fetch == "layers":
+            return [str(i) for i in layers]
+        return [f"{i}.{name}" for i in layers for name in large_modules(model, model.is_moe_layer(i))]
+
+    def room(self, layers: Sequence[Sequence[float]]) -> float:
+        """Bytes of the device for what is fetched, of those of what is fetched at a time in each layer."""
+        largest = max(map(max, layers))
+        if self.fetch == "layers":
+            return largest * min(self.prefetch + 1, len(layers))
+        return min(max(largest, self.prefetch * max(map(sum, layers))), sum(map(sum, layers)))
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Add copies before the streamed layers, and the memory of those being fetched."""
-        stay, buffers, blocks = self.stays, 0.0, list[Block]()
+        stay, layers, blocks = self.stays, list[list[float]](), list[Block]()
         for b in g.blocks:
             here = min(stay, b.repeat) if b.is_layer else b.repeat
             if b.is_layer:
@@ -125,28 +152,48 @@ class ZeroInference(Technique):
                 blocks.append(b if here == b.repeat else replace(b.copy(), repeat=here))
             if here < b.repeat:
                 b.repeat -= here
-                size = sum(p.stored_bytes for p in b.params)
+                sizes = self._move(b, e.model)
                 if self.parameters == "cpu":
-                    g.host_bytes += size * b.repeat
-                b.gather_forward += arriving("weights", size, self.parameters == "nvme", e, self.prefetch > 0)
-                for p in b.params:
-                    p.resident = 0.0
-                buffers = max(buffers, size)
+                    g.host_bytes += sum(sizes) * b.repeat
+                b.gather_forward += arriving("weights", sum(sizes), self.parameters == "nvme", e, self.prefetch > 0,
+                                             len(sizes))  # fmt: skip
+                layers += [sizes] * b.repeat
                 blocks.append(b)
         g.blocks = blocks
-        g.weight_buffers += buffers * min(self.prefetch + 1, e.model.num_layers - self.stays)
+        g.weight_buffers += self.room(layers) if layers else 0.0
         return g
+
+    def _move(self, b: Block, model: ModelSpec) -> list[float]:
+        """Take what is fetched from the device → bytes of each fetch for one layer of the block."""
+        moe = any(p.name.startswith("mlp.experts.") for p in b.params)
+        names = [""] if self.fetch == "layers" else [f"{name}." for name in large_modules(model, moe)]
+        sizes = []
+        for name in names:
+            params = [p for p in b.params if p.name.startswith(name)]
+            sizes.append(sum(p.stored_bytes for p in params))
+            for p in params:
+                p.resident = 0.0
+        return sizes
 
     def apply(self, run: Build) -> None:
         """Move the layers to where they are stored, after checking that the disk is usable."""
         from pathlib import Path
 
         from ridgeline.paths import cache_dir
-        from ridgeline.techniques.memory.zero_inference_torch import stream_layers
+        from ridgeline.techniques.memory.zero_inference_torch import stream_modules
 
         folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
-        streamed = self.streamed(run.experiment.model.num_layers)
-        stream_layers(run, streamed, folder if self.parameters == "nvme" else None, self.prefetch)
+        names = self.fetched(run.experiment.model)
+        stream_modules(run, names, folder if self.parameters == "nvme" else None, self.prefetch > 0, self.room)
+
+
+def large_modules(model: ModelSpec, moe: bool) -> list[str]:
+    """The modules of a layer, in order, that hold all but its norms and other vectors; each is called as a whole.
+    ``moe``: of a mixture's layer."""
+    attention = ["attention"] if model.is_latent else [f"attention.{name}_proj" for name in "qkvo"]
+    cross = ["cross_attention"] if model.is_encoder_decoder else []
+    mlp = ["mlp"] if moe else [f"mlp.{name}_proj" for name in (*(["gate"] if model.gated else []), "up", "down")]
+    return [*attention, *cross, *mlp]
 
 
 def eighths(layers: int) -> list[int]:
