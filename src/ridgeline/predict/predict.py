@@ -27,8 +27,8 @@ def predict(e: Experiment) -> Result:
     result = over_segments([(share, task(part, techniques)) for share, part in segments(e, techniques)])
     for t in techniques:
         t.note(e, result)
-        if e.task in t.card.unpredicted:
-            result.notes.append(f"predicted as without {t.card.name}: {t.card.unpredicted[e.task]}")
+        if why := t.unpredicted(e):
+            result.notes.append(f"predicted as without {t.card.name}: {why}")
     state(e, techniques, result)
     return result
 

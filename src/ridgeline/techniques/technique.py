@@ -232,6 +232,10 @@ class Technique(BaseModel):
         is the workload as written."""
         return [(1.0, e)]
 
+    def unpredicted(self, e: Experiment) -> str:
+        """Why ``e`` is predicted as without this technique; empty: it is not."""
+        return self.card.unpredicted.get(e.task, "")
+
     def note(self, e: Experiment, result: Result) -> None:
         """Add notes about the whole run to a predicted Result."""
 

@@ -71,6 +71,10 @@ class TorchCompile(Technique):
         """The compiler; tracing alone saves nothing."""
         return [cls()]
 
+    def unpredicted(self, e: Experiment) -> str:
+        """What is only traced takes as long as before."""
+        return super().unpredicted(e) if self.backend == "aot_eager" else ""
+
     def check(self, e: Experiment) -> None:
         """Blocks of which a rank has a part hold collectives, which would cut what is compiled to pieces."""
         if self.pieces:
