@@ -54,7 +54,8 @@ PLANS = {
 
 
 def compare(ranks, plan, model, corpus):
-    settings = {"optimizer": "sgd", "lr": 5.0, "grad_clip": 0.05, "batch_size": 8, "micro_batch_size": 2}
+    settings = {"optimizer": "sgd", "lr": 5.0, "grad_clip": 0.05, "batch_size": 8, "micro_batch_size": 2,
+                "steps": 3}  # fmt: skip
     kept = [call for call in plan if call in LOSSY]
     plain = train(experiment(corpus, *kept, model=model, **settings))
     made = train(experiment(corpus, *plan, ranks=ranks, model=model, **settings))
