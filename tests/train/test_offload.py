@@ -261,7 +261,8 @@ def test_the_disk_is_reserved_as_it_is_used(corpus):
     """Too little would be found in the middle of training, too much would refuse what can be done."""
     for plan in (DISK, f"{DISK},tile=4", "zero_infinity:parameters=cpu,optimizer=nvme"):
         for optimizer in ("sgd", "adamw"):
-            trainer = make_trainer(experiment(corpus, plan, optimizer=optimizer, model=DEEP))
+            deep = DEEP.model_copy(update={"num_layers": 12})
+            trainer = make_trainer(experiment(corpus, plan, optimizer=optimizer, model=deep))
             trainer.step()
             store = trainer.run.store
             store.finish()
@@ -293,7 +294,7 @@ LIMIT = 22_000_000
 
 
 def alone(corpus, *plan):
-    """Train three steps of DEEP in a process of its own, after a small model has brought in all that any run needs."""
+    """Train two steps of DEEP in a process of its own, after a small model has brought in all that any run needs."""
     code = f"""
 import json, torch
 from tests.train.test_offload import *
@@ -303,8 +304,8 @@ def now():
     return_freed_memory()
     return process_memory()["rss_anonymous"]
 def go(model, plan):
-    trainer = make_trainer(experiment({str(corpus)!r}, *plan, model=model, steps=3))
-    losses = [trainer.step().loss for _ in range(3)]
+    trainer = make_trainer(experiment({str(corpus)!r}, *plan, model=model, steps=2))
+    losses = [trainer.step().loss for _ in range(2)]
     if trainer.run.store: trainer.run.store.finish()
     return losses, trainer
 small = go(DEEP.model_copy(update={{"num_layers": 2}}), {plan!r})

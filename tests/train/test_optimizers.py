@@ -145,7 +145,8 @@ def test_lomo_and_adalomo_divided_are_the_same_training(call, name, corpus):
 @pytest.mark.parametrize(("call", "name"), DIVIDED)
 def test_traffic_and_memory_are_as_predicted(call, name, corpus):
     ranks, plan, model, workload = LAYOUTS[name]
-    e = experiment(corpus, call, *plan, ranks=ranks, model=WIDE.model_copy(update=model), batch_size=8, seq_len=64,
+    wide = WIDE.model_copy(update={"num_layers": 4 if "pipeline" in name else 3, **model})
+    e = experiment(corpus, call, *plan, ranks=ranks, model=wide, batch_size=4 if workload else 8, seq_len=64,
                    **workload)  # fmt: skip
     said = predict(e)
     found = world(ranks).run(measure, e)

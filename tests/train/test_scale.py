@@ -23,8 +23,8 @@ PLANS = {  # model, cluster, workload, plan, groups of ranks whose mean is predi
         *LLAMA, ONE, ["tensor_parallel:degree=8", "pipeline:degree=2", "zero:stage=3", "recompute"],
         [(0,), (31,), (32,), (63,)],
     ),
-    "llama2-70b tp8 zero-3": (*LLAMA, ONE, ["tensor_parallel:degree=8", "zero:stage=3"], [(0,), (37,), (63,)]),
-    "llama2-70b zero-3": (*LLAMA, ONE, ["zero:stage=3", "recompute"], [(0,), (31,), (63,)]),
+    "llama2-70b tp8 zero-3": (*LLAMA, ONE, ["tensor_parallel:degree=8", "zero:stage=3"], [(0,), (37,)]),
+    "llama2-70b zero-3": (*LLAMA, ONE, ["zero:stage=3", "recompute"], [(0,), (63,)]),
     "llama2-70b hybrid": (*LLAMA, ONE, ["zero:stage=3,degree=8"], [(0,), (63,)]),
     # 6 ranks do not divide every parameter evenly: what is exact is their sum.
     "gpt3-1t tp8 pp64 zero-1": (
