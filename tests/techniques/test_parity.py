@@ -16,7 +16,7 @@ import torch
 from tests.crossings import crossings
 from tests.serve.test_divided import CASES as DIVIDED
 from tests.serve.test_pairs import CASES as SERVED
-from tests.training import Curve, curve_of, make_trainer, small_domains, train
+from tests.training import Curve, curve_of, make_trainer, small_domains, train, train_once
 from tests.world import world
 
 from ridgeline.nn.model.generate import make_cache
@@ -85,24 +85,19 @@ def comparison(e: Experiment) -> Comparison:
     return Comparison(e, without(e, gone) if gone else None, tolerance, linear, reordered)
 
 
-def prepared(names: tuple[str, ...], corpus) -> Experiment:
+def prepared(names: tuple[str, ...], corpus, steps: int = 5) -> Experiment:
     """The matrix's own experiment, clipped below every gradient norm, with a step that moves the loss."""
     e = pair_experiment(*names)
     assert e.training.optimizer == "sgd"
     clip, lr = next((CLIPPED[n] for n in names if n in CLIPPED), (0.05, 10.0))
-    workload = e.workload.model_copy(update={"data": str(corpus), "grad_clip": clip, "lr": lr})
+    workload = e.workload.model_copy(update={"data": str(corpus), "grad_clip": clip, "lr": lr, "steps": steps})
     return settled(e.model_copy(update={"workload": workload, "plan": small_domains(e.plan, corpus)}))
-
-
-_REFERENCES: dict[str, Curve] = {}
 
 
 def train_reference(c: Comparison) -> Curve:
     """Many plans share a reference."""
     assert c.reference is not None
-    if c.reference.id not in _REFERENCES:
-        _REFERENCES[c.reference.id] = train(c.reference)
-    return _REFERENCES[c.reference.id]
+    return train_once(c.reference)
 
 
 def assert_parity(c: Comparison, subject: Curve, reference: Curve) -> None:
@@ -148,6 +143,8 @@ def held_out_curve(e: Experiment) -> tuple[Curve, float]:
 @pytest.mark.parametrize("names", crossings(TRAINED))
 def test_training_parity(names, corpus):
     c = comparison(prepared(names, corpus))
+    if c.reference is not None:
+        c = comparison(prepared(names, corpus, steps=3))
     alone = c.reference is None and c.subject.world == 1
     subject, fell = held_out_curve(c.subject) if alone else (train(c.subject), 0.0)
     for name in set(subject.before) - subject.trained:

@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 import torch
 from tests.train.test_checkpoint import run
-from tests.training import MODEL, experiment, make_trainer, state, train, train_rank
+from tests.training import MODEL, experiment, make_trainer, state, train, train_once, train_rank
 from tests.world import world
 from typer.testing import CliRunner
 
@@ -47,7 +47,7 @@ PLANS = ["zero_offload", "zero_infinity", "zero_infinity:parameters=device,optim
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_process_is_bitwise_the_same(plan, optimizer, corpus):
     settings = {"optimizer": optimizer, "micro_batch_size": 2, "grad_clip": 0.05, "lr": 1e-2}
-    plain, moved = (train(experiment(corpus, *p, **settings)) for p in ((), (plan,)))
+    plain, moved = train_once(experiment(corpus, **settings)), train(experiment(corpus, plan, **settings))
     assert min(plain.norms) > 0.05
     assert plain.signal > 1e-3
     assert moved.losses == plain.losses
@@ -58,7 +58,8 @@ def test_one_process_is_bitwise_the_same(plan, optimizer, corpus):
 @pytest.mark.parametrize("base", [("lora", "recompute"), ("mixed_precision",)])
 @pytest.mark.parametrize("plan", ["zero_offload", DISK])
 def test_with_adapters_recomputation_and_low_precision(base, plan, corpus):
-    plain, moved = (train(experiment(corpus, *base, *p, lr=1e-2, steps=3)) for p in ((), (plan, "activation_offload")))
+    plain = train_once(experiment(corpus, *base, lr=1e-2, steps=3))
+    moved = train(experiment(corpus, *base, plan, "activation_offload", lr=1e-2, steps=3))
     assert moved.losses == plain.losses
     assert all(torch.equal(moved.after[n], t) for n, t in plain.after.items())
 
@@ -84,7 +85,7 @@ def test_shards_are_the_same(base, plan, corpus):
 @pytest.mark.parametrize("plan", ["zero_infinity:tile=4", f"{DISK},tile=2"])
 def test_tiles_are_the_whole_matrix(plan, corpus, tmp_path):
     settings = {"optimizer": "sgd", "micro_batch_size": 2, "grad_clip": 0.05, "lr": 10.0, "weight_decay": 0.0}
-    plain, moved = (train(experiment(corpus, *p, **settings)) for p in ((), (plan,)))
+    plain, moved = train_once(experiment(corpus, **settings)), train(experiment(corpus, plan, **settings))
     assert moved.losses == pytest.approx(plain.losses, rel=1e-5)
     assert moved.norms == pytest.approx(plain.norms, rel=1e-4)
     assert plain.signal > 0.1

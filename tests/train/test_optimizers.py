@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.crossings import crossing
 from tests.train.test_traffic import EXPERTS, RING, SP, TP, WIDE, measure
-from tests.training import MODEL, experiment, full, make_trainer, train
+from tests.training import MODEL, experiment, full, make_trainer, train, train_once
 from tests.world import world
 
 from ridgeline.measure.cells.training_cell import metered_step
@@ -129,21 +129,11 @@ DIVIDED = [pytest.param(call, name, marks=crossing(f"{call} {name}", 3) if " x "
            for name in LAYOUTS for call in ("lomo", "adalomo")]  # fmt: skip
 
 
-_WHOLE = {}
-
-
-def in_one_process(e):
-    """Its training, which several layouts divide."""
-    if e.id not in _WHOLE:
-        _WHOLE[e.id] = train(e)
-    return _WHOLE[e.id]
-
-
 @pytest.mark.parametrize(("call", "name"), DIVIDED)
 def test_lomo_and_adalomo_divided_are_the_same_training(call, name, corpus):
     (ranks, plan, model, workload), lr = LAYOUTS[name], {"lomo": 0.5, "adalomo": 0.02}[call]
     fields = {"model": MODEL.model_copy(update=model), "grad_clip": 0.05, "optimizer": "sgd", "lr": lr, "steps": 3}
-    whole = in_one_process(experiment(corpus, call, **fields))
+    whole = train_once(experiment(corpus, call, **fields))
     parts = train(experiment(corpus, call, *plan, ranks=ranks, **fields, **workload))
     assert parts.losses == pytest.approx(whole.losses, rel=2e-6)
     assert parts.norms == pytest.approx(whole.norms, rel=1e-5)

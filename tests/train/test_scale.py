@@ -82,7 +82,10 @@ def refuse_nested() -> str:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=crossing(name, 2)) for name in PLANS])
 def test_real_shapes_are_those_predicted(name, elsewhere):
     model, on, workload, plan, groups = PLANS[name]
-    e = experiments.make(model, on, workload, plan)
+    spec = catalog.model(model)
+    if "pp64" not in name and "ptdp" not in name:  # further layers are like these
+        spec = spec.changed(num_layers=16)
+    e = experiments.make(spec.model_dump(), on, workload, plan)
     for ranks in groups:
         built = elsewhere(build_ranks, e, ranks)
         (place,) = {place for place, _, _ in built}

@@ -3,7 +3,7 @@
 import pytest
 from tests.crossings import crossing
 from tests.techniques.test_parity import assert_parity, comparison
-from tests.training import MODEL, experiment, train
+from tests.training import MODEL, experiment, train, train_once
 
 from ridgeline import catalog, experiments
 from ridgeline.spec.experiment import Experiment
@@ -80,15 +80,6 @@ def test_the_small_plan_is_the_paper_s(name):
     assert set(small) - set(whole) <= ({"zero", "data_parallel"} if alone else set())
 
 
-_REFERENCES = {}
-
-
-def reference_of(e: Experiment):
-    if e.id not in _REFERENCES:
-        _REFERENCES[e.id] = train(e)
-    return _REFERENCES[e.id]
-
-
 @pytest.mark.parametrize(("name", "other"), [
     pytest.param(name, other, marks=crossing(f"{name} {other}", 2))
     for name, other in [(n, False) for n in TRAINING] + [(n, True) for n in OTHER_AXES]
@@ -103,7 +94,7 @@ def test_four_ranks_train_as_one(name, other, corpus):
     c.reference = c.reference.model_copy(update={"workload": whole})
     c.tolerance = EPS[c.subject.plan.option("mixed_precision", "dtype") or c.subject.dtype]
     limit = c.subject.training.grad_clip
-    subject, reference = train(c.subject), reference_of(c.reference)
+    subject, reference = train(c.subject), train_once(c.reference)
     assert min(subject.norms) > limit
     assert len(subject.losses) == 3
     assert_parity(c, subject, reference)
