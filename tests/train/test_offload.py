@@ -1,14 +1,11 @@
 """Offload: late updates equal late gradients, checkpoints, copies as predicted, and a device budget that is kept."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tomli_w
 import torch
+from tests.forked import Fork
 from tests.train.test_checkpoint import run
 from tests.training import MODEL, experiment, make_trainer, state, train, train_once, train_rank
 from tests.world import world
@@ -19,6 +16,7 @@ from ridgeline.cli import app
 from ridgeline.jobs import launchers
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn import load_checkpoint
+from ridgeline.nn.memory.meter import process_memory, return_freed_memory
 from ridgeline.nn.memory.tiled import whole_weights
 from ridgeline.predict import predict
 from ridgeline.runtime.gradients import clear, clip, global_norm
@@ -31,7 +29,6 @@ from ridgeline.train.budget import Budget
 from ridgeline.train.checkpoint import save
 from ridgeline.train.training_loop import export
 
-ROOT = Path(__file__).parents[2]
 WIDER = MODEL.model_copy(
     update={"hidden_size": 64, "head_dim": 16, "num_layers": 4, "intermediate_size": 160, "vocab_size": 320}
 )
@@ -294,35 +291,36 @@ LIMIT = 22_000_000
 """Less than the parameters of DEEP."""
 
 
+def resident(send, corpus, plan):
+    """Train two steps of DEEP, after a small model has brought in all that any run needs → losses, and the bytes by
+    which the process has grown."""
+
+    def now():
+        return_freed_memory()
+        return process_memory()["rss_anonymous"]
+
+    def go(model):
+        trainer = make_trainer(experiment(corpus, *plan, model=model, steps=2))
+        losses = [trainer.step().loss for _ in range(2)]
+        if trainer.run.store:
+            trainer.run.store.finish()
+        return losses, trainer
+
+    small = go(DEEP.model_copy(update={"num_layers": 2}))
+    before = now()
+    losses, trainer = go(DEEP)
+    send((losses, now() - before))
+    del small, trainer
+
+
 def alone(corpus, *plan):
-    """Train two steps of DEEP in a process of its own, after a small model has brought in all that any run needs."""
-    code = f"""
-import json, torch
-from tests.train.test_offload import *
-from ridgeline.nn.memory.meter import process_memory, return_freed_memory
-torch.set_num_threads(1)
-def now():
-    return_freed_memory()
-    return process_memory()["rss_anonymous"]
-def go(model, plan):
-    trainer = make_trainer(experiment({str(corpus)!r}, *plan, model=model, steps=2))
-    losses = [trainer.step().loss for _ in range(2)]
-    if trainer.run.store: trainer.run.store.finish()
-    return losses, trainer
-small = go(DEEP.model_copy(update={{"num_layers": 2}}), {plan!r})
-before = now()
-losses, trainer = go(DEEP, {plan!r})
-print(json.dumps([losses, now() - before]))
-"""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """:func:`resident` in a process of its own."""
+    return Fork(resident, corpus, plan).answer()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's RssAnon")
 def test_parameters_on_disk_are_not_resident(corpus):
-    """RssAnon, as VmRSS counts file pages and VmHWM never falls; in fresh processes, as memory is reused."""
+    """RssAnon, as VmRSS counts file pages and VmHWM never falls; in processes of their own, as memory is reused."""
     parameters = 4 * DEEP.num_parameters
     losses, plain = alone(corpus)
     same, moved = alone(corpus, DISK)
