@@ -32,8 +32,8 @@ settings.load_profile("day")
 
 @pytest.fixture(scope="session")
 def _homes(tmp_path_factory):
-    """New homes, empty but for compiled kernels, which all share, those of the next run too: a file for each source.
-    ``mktemp`` would list all earlier homes each time."""
+    """Homes, empty but for compiled kernels, which all share, those of the next run too: a file for each source. A
+    home in which a test has left nothing is the next one's. ``mktemp`` would list all earlier homes each time."""
     folder = tmp_path_factory.mktemp("homes")
     kernels = HOME / "cache" / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
@@ -44,6 +44,8 @@ def _homes(tmp_path_factory):
             cache.mkdir(parents=True)
             (cache / "kernels").symlink_to(kernels, target_is_directory=True)
             yield cache.parent
+            while os.listdir(cache.parent) == ["cache"] and os.listdir(cache) == ["kernels"]:
+                yield cache.parent
 
     return homes()
 

@@ -50,6 +50,10 @@ class Fork:
         return Path(self.log).read_text(errors="replace")[-4000:]
 
     @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
+    @property
     def returncode(self) -> int | None:
         """As that of ``subprocess.Popen``, like the next methods."""
         return self.process.exitcode

@@ -155,3 +155,13 @@ def train(e: Experiment, uneven: bool = True) -> Curve:
         assert torch.equal(copy, whole.after["model.embed.tokens.weight"])
         whole.trained.discard("model.head.out.weight")
     return whole
+
+
+_ONCE: dict[str, Curve] = {}
+
+
+def train_once(e: Experiment) -> Curve:
+    """:func:`train` of what several tests compare with: once for each experiment. The curve is not to be changed."""
+    if e.id not in _ONCE:
+        _ONCE[e.id] = train(e)
+    return _ONCE[e.id]

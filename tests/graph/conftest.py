@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from tests.crossings import crossing
 
 from ridgeline import experiments, nn
 from ridgeline.graph import training_graph
@@ -85,6 +86,16 @@ def fitting(spec, plan):
 
 RARE = ("t5", "llama4_dense_between")
 """What these have, others have too."""
+
+
+def crossed(options, first=""):
+    """Cases of a family, by which ``spec`` is parametrized indirectly, and an option: ``first`` with every family, of
+    the others half of the crossings by day."""
+    for family in FAMILIES:
+        for option in options:
+            name = f"{family} {option}"
+            nightly = [pytest.mark.nightly] if family in RARE else [] if option == first else crossing(name, 2)
+            yield pytest.param(family, option, marks=nightly, id=name)
 
 
 @pytest.fixture(params=[pytest.param(f, marks=pytest.mark.nightly) if f in RARE else f for f in FAMILIES])

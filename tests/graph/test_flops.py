@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.graph.conftest import FAMILIES, fitting
+from tests.graph.conftest import FAMILIES, crossed, fitting
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ridgeline import experiments, nn
@@ -86,9 +86,10 @@ def test_capped_attention_leaves_out_the_future(twins):
     assert forward == in_graph(naive, "forward") - whole * (1 - left / 300**2)
 
 
-@pytest.mark.parametrize(
-    "options", ["policy=full", "policy=selective", "every=2", "every=3"], ids=lambda o: o.partition("=")[2]
-)
+RECOMPUTED = ["policy=full", "policy=selective", "every=2", "every=3"]
+
+
+@pytest.mark.parametrize(("spec", "options"), crossed(RECOMPUTED, "policy=full"), indirect=["spec"])
 def test_recompute(spec, twins, options):
     plain = twins(spec).graph()
     _, _, g = assert_equal_flops(twins(spec, [f"recompute:{options}"]))
@@ -110,7 +111,10 @@ TARGETS = ["q_proj+v_proj", "o_proj", "down_proj", "all-linear", "layers.1.atten
 MORE_TARGETS = ["k_proj", "q_proj+k_proj+v_proj+o_proj", "up_proj", "v_proj+up_proj"]
 
 
-@pytest.mark.parametrize("targets", [*TARGETS, *(pytest.param(t, marks=pytest.mark.nightly) for t in MORE_TARGETS)])
+@pytest.mark.parametrize(("spec", "targets"), [
+    *crossed(TARGETS, "all-linear"),
+    *(pytest.param(f, t, marks=pytest.mark.nightly, id=f"{f} {t}") for f in FAMILIES for t in MORE_TARGETS),
+], indirect=["spec"])  # fmt: skip
 @pytest.mark.parametrize(
     "others",
     [[], *(pytest.param(p, marks=pytest.mark.nightly) for p in (["flash_attention"], ["rtn", "recompute"]))],

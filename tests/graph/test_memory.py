@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.graph.conftest import fitting
+from tests.graph.conftest import crossed, fitting
 
 from ridgeline import catalog, experiments, nn
 from ridgeline.graph import prefill_graph, training_graph
@@ -87,7 +87,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("spec", "plan"), crossed(PLANS, "naive"), indirect=["spec"])
 def test_saved_activations(spec, twins, plan):
     if spec.num_experts and "down" in plan:
         pytest.skip("experts are no plain linear layers")

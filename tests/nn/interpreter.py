@@ -17,3 +17,32 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _refused = Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4")
 if DEVICE == "cpu" and _refused:
     pytest.skip("this Triton's interpreter needs NumPy before 2.4", allow_module_level=True)
+
+
+def _patch_once() -> None:
+    """A kernel that calls another function patches the whole language again for every call:
+    in a dictionary that it makes anew: much of the interpreter's time. Here the language is patched once a launch."""
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_patch_lang"):
+        return  # another version of Triton: as slow as it is
+    patch, languages = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
+    launch, patched = None, set()
+
+    def once(fn):
+        nonlocal launch
+        seen = {id(value) for value in fn.__globals__.values() if any(value is each for each in languages)}
+        if launch is None or not launch._changes:  # restored behind the last launch
+            launch = patch(fn)
+            patched.clear()
+            patched.update(seen)
+        elif not seen <= patched:
+            patched.update(seen)
+            patch(fn)
+        return launch  # who calls a function does not restore what it patched
+
+    interpreter._patch_lang = once
+
+
+if DEVICE == "cpu":
+    _patch_once()

@@ -191,33 +191,33 @@ def test_rows_of_a_step_may_have_any_strides():
 
 @pytest.mark.parametrize("plan", ["paged_kv:block_size=4", "kv_quant:dtype=int4"])
 def test_an_engine_serves_through_it(plan):
-    made = model(dtype=torch.float32, sliding_window=40).to(DEVICE)
-    prompts = [[(7 * i + 3 * j * j) % 300 for j in range(3 + 20 * i)] for i in range(3)]
+    made = model(dtype=torch.float32, sliding_window=20).to(DEVICE)
+    prompts = [[(7 * i + 3 * j * j) % 300 for j in range(3 + 12 * i)] for i in range(3)]
 
     def served(whole):
-        eng = engine(made, plan, max_num_batched_tokens=24)
+        eng = engine(made, plan, max_num_batched_tokens=16)
         if whole:
             eng.runner.layout.kernel, eng.runner.layout.whole = None, paged_attention
             eng.runner.layout.write = store_tokens
-        return run(eng, *[ask(str(i), p, 6) for i, p in enumerate(prompts)])[0]
+        return run(eng, *[ask(str(i), p, 4) for i, p in enumerate(prompts)])[0]
 
     got = served(True)
-    assert all(len(tokens) == 6 for tokens in got.values())
+    assert all(len(tokens) == 4 for tokens in got.values())
     if "quant" in plan:
         assert got == served(False)
     else:
-        assert got == {(str(i), 0): greedy(made, p, 6) for i, p in enumerate(prompts)}
+        assert got == {(str(i), 0): greedy(made, p, 4) for i, p in enumerate(prompts)}
 
 
 def test_an_engine_serves_fused_layers_through_it(monkeypatch):
     """What a GPU's engine runs: merged products, sums within norms across layers, rotation with the write."""
     made = model(dtype=torch.float32).to(DEVICE)
-    prompts = [[(7 * i + 3 * j * j) % 300 for j in range(3 + 20 * i)] for i in range(2)]
+    prompts = [[(7 * i + 3 * j * j) % 300 for j in range(3 + 12 * i)] for i in range(2)]
     truth = {(str(i), 0): greedy(made, p, 5) for i, p in enumerate(prompts)}
     monkeypatch.setattr(functions, "call", gpu.call)
     fused.fuse_elementwise(made)
     assert len(fused.merge_projections(made)) == 2 * len(made.layers)
-    eng = engine(made, "paged_kv:block_size=4", max_num_batched_tokens=24)
+    eng = engine(made, "paged_kv:block_size=4", max_num_batched_tokens=16)
     layout = eng.runner.layout
     layout.kernel, layout.whole, layout.write, eng.runner.decoder = None, paged_attention, store_tokens, None
     assert run(eng, *[ask(str(i), p, 5) for i, p in enumerate(prompts)])[0] == truth
@@ -225,8 +225,8 @@ def test_an_engine_serves_fused_layers_through_it(monkeypatch):
 
 def test_an_engine_verifies_trees_through_it():
     """Each node is a sequence of its own to the kernel, whose pages are single slots."""
-    made = model(dtype=torch.float32, sliding_window=40).to(DEVICE)
-    requests = [ask(str(i), [(7 * i + 3 * j * j) % 300 for j in range(3 + 20 * i)], 5) for i in range(2)]
+    made = model(dtype=torch.float32, sliding_window=20).to(DEVICE)
+    requests = [ask(str(i), [(7 * i + 3 * j * j) % 300 for j in range(3 + 12 * i)], 5) for i in range(2)]
     truth = {(r.id, 0): greedy(made, r.prompt, 5) for r in requests}
     eng = engine(made, "paged_kv:block_size=4")
     eng.runner.layout.kernel, eng.runner.layout.whole = None, paged_attention

@@ -37,9 +37,21 @@ def question(model="llama2-7b", on="8xa100-80g-sxm", goal="throughput", workload
     return Question(catalog.model(model), catalog.cluster(on), work, goal, **{"only": FEW, **more})
 
 
+_FEASIBLE: dict[tuple, list[dict]] = {}
+
+
 def brute_force(q: Question) -> list[tuple[float, float]]:
-    """(goal metric, peak) of every feasible plan, by trying every combination through ``predict``."""
+    """(goal metric, peak) of every feasible plan, by trying every combination through ``predict``, whatever the goal
+    once."""
     base = Experiment(model=q.model, cluster=q.cluster, workload=q.workload)
+    key = base.id, q.only
+    if key not in _FEASIBLE:
+        _FEASIBLE[key] = feasible(q, base)
+    return [(m[q.metric].value, m["peak_bytes"].value) for m in _FEASIBLE[key]]
+
+
+def feasible(q: Question, base: Experiment) -> list[dict]:
+    """The metrics of every plan that fits."""
     slots = [[None, *c.choices(base)] for c in q.techniques()]
     found = []
     for chosen in product(*slots):
@@ -51,7 +63,7 @@ def brute_force(q: Question) -> list[tuple[float, float]]:
             except Incompatible:
                 continue
             if r.status == "ok":
-                found.append((r.metrics[q.metric].value, r.metrics["peak_bytes"].value))
+                found.append(r.metrics)
     return found
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 from tests.compressing import LLAMA, checkpoint
-from tests.forked import engine_apart
+from tests.forked import Fork, command, engine_apart
 
 from ridgeline.nn.checkpoint.peft import save_lora, state_of
 from ridgeline.serve.app import create_app
@@ -58,25 +59,25 @@ def lora(folder: Path, model, seed: int = 1) -> Path:
 
 
 @contextmanager
-def process(folder: Path, *options: str):
-    """``ridgeline serve`` in a process of its own: the process, its URL, and the lines that it says."""
-    command = [sys.executable, "-m", "ridgeline", "serve", str(folder), "--port", "0", *options]
-    p = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    lines: list[str] = []
-    try:
-        for line in p.stderr:
-            lines.append(line)
-            if "serving on" in line:
-                break
+def process(folder: Path, *options: str, forked: bool = True):
+    """``ridgeline serve`` in a process of its own: the process and its URL. ``forked``: from one that has imported
+    PyTorch, as where the start is not what is tested."""
+    words = ("serve", str(folder), "--port", "0", *options)
+    with tempfile.NamedTemporaryFile("r", prefix="serve-") as log:
+        if forked:
+            p: Fork | subprocess.Popen = Fork(command, log.name, *words)
         else:
-            raise AssertionError(f"exit code {p.wait()}: {''.join(lines)}")
-        url = lines[-1].split()[-1]
-        reader = threading.Thread(target=lambda: lines.extend(p.stderr), daemon=True)  # a full pipe would stop it
-        reader.start()
-        yield SimpleNamespace(process=p, url=url, lines=lines)
-    finally:
-        p.kill()
-        p.wait()
+            p = subprocess.Popen([sys.executable, "-m", "ridgeline", *words], stderr=open(log.name, "a"))  # noqa: SIM115
+        said, wait = "", threading.Event()
+        try:
+            while "serving on" not in said or not said.endswith("\n"):
+                assert p.poll() is None, f"exit code {p.poll()}: {said}{log.read()}"
+                wait.wait(0.01)
+                said += log.read()
+            yield SimpleNamespace(process=p, url=said[said.index("serving on") :].split()[2])
+        finally:
+            p.kill()
+            p.wait()
 
 
 class Running:

@@ -101,7 +101,7 @@ def test_paths_children_and_moves():
 @pytest.mark.parametrize("name", SERVED)
 def test_every_kind_of_model_verifies_trees(name):
     made = model(**ModelSpec.from_config({**SERVED[name], "vocab_size": 300}, name=name).model_dump())
-    requests = [ask(k, p, 10) for k, p in PROMPTS.items()]
+    requests = [ask(k, p, 6) for k, p in PROMPTS.items()]
     compare(engine(made, max_num_batched_tokens=256), requests, truth_of(made, requests))
 
 
@@ -112,7 +112,7 @@ PLANS = [("-paged_kv",), ("-padding_free",), ("-continuous_batching",), ("-chunk
 
 @pytest.mark.parametrize("plan", PLANS, ids="+".join)
 def test_every_schedule_verifies_trees(llama, plan):
-    requests = [ask(k, p, 12) for k, p in PROMPTS.items()]
+    requests = [ask(k, p, 8) for k, p in PROMPTS.items()]
     compare(engine(llama, *plan, max_num_seqs=4), requests, truth_of(llama, requests))
 
 

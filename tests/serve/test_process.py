@@ -17,8 +17,8 @@ from ridgeline.cli import app
 from ridgeline.spec.errors import UserError
 
 
-def process(folder, *options):
-    return start(folder, "--kv-cache", "1MB", *options)
+def process(folder, *options, **how):
+    return start(folder, "--kv-cache", "1MB", *options, **how)
 
 
 def sequences(server):
@@ -28,7 +28,7 @@ def sequences(server):
 
 
 def test_sigterm_lets_requests_finish_and_takes_no_more(folder):
-    with process(folder, "--drain-timeout", "120", "--max-num-batched-tokens", "8") as server:
+    with process(folder, "--drain-timeout", "120", "--max-num-batched-tokens", "8", forked=False) as server:
         body = {**LONG, "prompt": "a", "n": 32}
         answers: list[tuple[int, dict, str]] = []
         running = threading.Thread(target=lambda: answers.append(call(server, "/v1/completions", body)))

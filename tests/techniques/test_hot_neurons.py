@@ -35,7 +35,9 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def home(_homes):
-    return next(_homes)
+    folder = next(_homes)
+    (folder / "taken").touch()  # no other test's
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import torch
 from tests.crossings import crossings
 from tests.serve.test_divided import CASES as DIVIDED
 from tests.serve.test_pairs import CASES as SERVED
-from tests.training import Curve, curve_of, make_trainer, small_domains, train
+from tests.training import Curve, curve_of, make_trainer, small_domains, train, train_once
 from tests.world import world
 
 from ridgeline.nn.model.generate import make_cache
@@ -94,15 +94,10 @@ def prepared(names: tuple[str, ...], corpus) -> Experiment:
     return settled(e.model_copy(update={"workload": workload, "plan": small_domains(e.plan, corpus)}))
 
 
-_REFERENCES: dict[str, Curve] = {}
-
-
 def train_reference(c: Comparison) -> Curve:
     """Many plans share a reference."""
     assert c.reference is not None
-    if c.reference.id not in _REFERENCES:
-        _REFERENCES[c.reference.id] = train(c.reference)
-    return _REFERENCES[c.reference.id]
+    return train_once(c.reference)
 
 
 def assert_parity(c: Comparison, subject: Curve, reference: Curve) -> None:

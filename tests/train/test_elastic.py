@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,6 +33,16 @@ from ridgeline.train.memory_copies import MemoryCopies
 from ridgeline.train.trainer import Trainer
 
 SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """In memory, where the command keeps its copies: a disk takes most of the time, for a file of each tensor."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 KILLING = """

@@ -1,5 +1,7 @@
 """Every family that the engine runs trains, alone and cut over ranks, to the same losses."""
 
+import functools
+
 import pytest
 from tests.nn.conftest import CONFIGS
 from tests.training import experiment, train
@@ -15,10 +17,11 @@ def family(name, corpus, *plan, ranks=1):
     return experiment(corpus, *plan, ranks=ranks, model=model, optimizer="sgd", lr=1.0, warmup_steps=0, steps=4)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def reference(corpus):
-    """The plain plan's curve; it must move enough for the comparisons to see something."""
+    """The plain plan's curve, of each model once; it must move enough for the comparisons to see something."""
 
+    @functools.cache
     def run(name):
         curve = train(family(name, corpus), uneven=name != "bert")
         assert curve.signal > 0.02

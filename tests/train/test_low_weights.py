@@ -25,7 +25,7 @@ DEEP = MODEL.model_copy(update={"num_layers": 4, "vocab_size": 301})
 """A layer for every stage, and rows that do not divide evenly."""
 TIED = DEEP.model_copy(update={"tie_embeddings": True})
 EXPERTS = MODEL.model_copy(update={"num_experts": 4, "experts_per_token": 2})
-SETTINGS = {"optimizer": "sgd", "lr": 5.0, "grad_clip": 0.05, "batch_size": 8, "micro_batch_size": 1}
+SETTINGS = {"optimizer": "sgd", "lr": 5.0, "grad_clip": 0.05, "batch_size": 8, "micro_batch_size": 1, "steps": 3}
 EPS = 2**-8
 """The largest relative error of rounding to bf16, either way."""
 

@@ -1,16 +1,13 @@
 """Offload: late updates equal late gradients, checkpoints, copies as predicted, and a device budget that is kept."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tomli_w
 import torch
+from tests.forked import Fork
 from tests.train.test_checkpoint import run
-from tests.training import MODEL, experiment, make_trainer, state, train, train_rank
+from tests.training import MODEL, experiment, make_trainer, state, train, train_once, train_rank
 from tests.world import world
 from typer.testing import CliRunner
 
@@ -19,6 +16,7 @@ from ridgeline.cli import app
 from ridgeline.jobs import launchers
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn import load_checkpoint
+from ridgeline.nn.memory.meter import process_memory, return_freed_memory
 from ridgeline.nn.memory.tiled import whole_weights
 from ridgeline.predict import predict
 from ridgeline.runtime.gradients import clear, clip, global_norm
@@ -31,7 +29,6 @@ from ridgeline.train.budget import Budget
 from ridgeline.train.checkpoint import save
 from ridgeline.train.training_loop import export
 
-ROOT = Path(__file__).parents[2]
 WIDER = MODEL.model_copy(
     update={"hidden_size": 64, "head_dim": 16, "num_layers": 4, "intermediate_size": 160, "vocab_size": 320}
 )
@@ -47,7 +44,7 @@ PLANS = ["zero_offload", "zero_infinity", "zero_infinity:parameters=device,optim
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_process_is_bitwise_the_same(plan, optimizer, corpus):
     settings = {"optimizer": optimizer, "micro_batch_size": 2, "grad_clip": 0.05, "lr": 1e-2}
-    plain, moved = (train(experiment(corpus, *p, **settings)) for p in ((), (plan,)))
+    plain, moved = train_once(experiment(corpus, **settings)), train(experiment(corpus, plan, **settings))
     assert min(plain.norms) > 0.05
     assert plain.signal > 1e-3
     assert moved.losses == plain.losses
@@ -58,7 +55,8 @@ def test_one_process_is_bitwise_the_same(plan, optimizer, corpus):
 @pytest.mark.parametrize("base", [("lora", "recompute"), ("mixed_precision",)])
 @pytest.mark.parametrize("plan", ["zero_offload", DISK])
 def test_with_adapters_recomputation_and_low_precision(base, plan, corpus):
-    plain, moved = (train(experiment(corpus, *base, *p, lr=1e-2, steps=3)) for p in ((), (plan, "activation_offload")))
+    plain = train_once(experiment(corpus, *base, lr=1e-2, steps=3))
+    moved = train(experiment(corpus, *base, plan, "activation_offload", lr=1e-2, steps=3))
     assert moved.losses == plain.losses
     assert all(torch.equal(moved.after[n], t) for n, t in plain.after.items())
 
@@ -84,7 +82,7 @@ def test_shards_are_the_same(base, plan, corpus):
 @pytest.mark.parametrize("plan", ["zero_infinity:tile=4", f"{DISK},tile=2"])
 def test_tiles_are_the_whole_matrix(plan, corpus, tmp_path):
     settings = {"optimizer": "sgd", "micro_batch_size": 2, "grad_clip": 0.05, "lr": 10.0, "weight_decay": 0.0}
-    plain, moved = (train(experiment(corpus, *p, **settings)) for p in ((), (plan,)))
+    plain, moved = train_once(experiment(corpus, **settings)), train(experiment(corpus, plan, **settings))
     assert moved.losses == pytest.approx(plain.losses, rel=1e-5)
     assert moved.norms == pytest.approx(plain.norms, rel=1e-4)
     assert plain.signal > 0.1
@@ -261,7 +259,8 @@ def test_the_disk_is_reserved_as_it_is_used(corpus):
     """Too little would be found in the middle of training, too much would refuse what can be done."""
     for plan in (DISK, f"{DISK},tile=4", "zero_infinity:parameters=cpu,optimizer=nvme"):
         for optimizer in ("sgd", "adamw"):
-            trainer = make_trainer(experiment(corpus, plan, optimizer=optimizer, model=DEEP))
+            deep = DEEP.model_copy(update={"num_layers": 12})
+            trainer = make_trainer(experiment(corpus, plan, optimizer=optimizer, model=deep))
             trainer.step()
             store = trainer.run.store
             store.finish()
@@ -292,35 +291,36 @@ LIMIT = 22_000_000
 """Less than the parameters of DEEP."""
 
 
+def resident(send, corpus, plan):
+    """Train two steps of DEEP, after a small model has brought in all that any run needs → losses, and the bytes by
+    which the process has grown."""
+
+    def now():
+        return_freed_memory()
+        return process_memory()["rss_anonymous"]
+
+    def go(model):
+        trainer = make_trainer(experiment(corpus, *plan, model=model, steps=2))
+        losses = [trainer.step().loss for _ in range(2)]
+        if trainer.run.store:
+            trainer.run.store.finish()
+        return losses, trainer
+
+    small = go(DEEP.model_copy(update={"num_layers": 2}))
+    before = now()
+    losses, trainer = go(DEEP)
+    send((losses, now() - before))
+    del small, trainer
+
+
 def alone(corpus, *plan):
-    """Train three steps of DEEP in a process of its own, after a small model has brought in all that any run needs."""
-    code = f"""
-import json, torch
-from tests.train.test_offload import *
-from ridgeline.nn.memory.meter import process_memory, return_freed_memory
-torch.set_num_threads(1)
-def now():
-    return_freed_memory()
-    return process_memory()["rss_anonymous"]
-def go(model, plan):
-    trainer = make_trainer(experiment({str(corpus)!r}, *plan, model=model, steps=3))
-    losses = [trainer.step().loss for _ in range(3)]
-    if trainer.run.store: trainer.run.store.finish()
-    return losses, trainer
-small = go(DEEP.model_copy(update={{"num_layers": 2}}), {plan!r})
-before = now()
-losses, trainer = go(DEEP, {plan!r})
-print(json.dumps([losses, now() - before]))
-"""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """:func:`resident` in a process of its own."""
+    return Fork(resident, corpus, plan).answer()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's RssAnon")
 def test_parameters_on_disk_are_not_resident(corpus):
-    """RssAnon, as VmRSS counts file pages and VmHWM never falls; in fresh processes, as memory is reused."""
+    """RssAnon, as VmRSS counts file pages and VmHWM never falls; in processes of their own, as memory is reused."""
     parameters = 4 * DEEP.num_parameters
     losses, plain = alone(corpus)
     same, moved = alone(corpus, DISK)

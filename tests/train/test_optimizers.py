@@ -1,12 +1,13 @@
 """Optimizers against plain references in fp64, alone and divided over ranks; LOMO against SGD and its own memory."""
 
 import math
+import shutil
 
 import pytest
 import torch
 from tests.crossings import crossing
 from tests.train.test_traffic import EXPERTS, RING, SP, TP, WIDE, measure
-from tests.training import MODEL, experiment, full, make_trainer, train
+from tests.training import MODEL, experiment, full, make_trainer, train, train_once
 from tests.world import world
 
 from ridgeline.measure.cells.training_cell import metered_step
@@ -125,16 +126,18 @@ LAYOUTS = {
 }
 
 
-DIVIDED = [pytest.param(call, name, marks=crossing(f"{call} {name}", 3) if " x " in name else [])
-           for name in LAYOUTS for call in ("lomo", "adalomo")]  # fmt: skip
+def divided(share):
+    """Both in every layout; by day one in ``share`` of those that divide twice."""
+    return [pytest.param(call, name, marks=crossing(f"{call} {name}", share) if " x " in name else [])
+            for name in LAYOUTS for call in ("lomo", "adalomo")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "name"), DIVIDED)
+@pytest.mark.parametrize(("call", "name"), divided(3))
 def test_lomo_and_adalomo_divided_are_the_same_training(call, name, corpus):
     (ranks, plan, model, workload), lr = LAYOUTS[name], {"lomo": 0.5, "adalomo": 0.02}[call]
-    fields = {"model": MODEL.model_copy(update=model), "grad_clip": 0.05, "optimizer": "sgd", "lr": lr, **workload}
-    whole = train(experiment(corpus, call, **{**fields, "micro_batch_size": None}))
-    parts = train(experiment(corpus, call, *plan, ranks=ranks, **fields))
+    fields = {"model": MODEL.model_copy(update=model), "grad_clip": 0.05, "optimizer": "sgd", "lr": lr, "steps": 3}
+    whole = train_once(experiment(corpus, call, **fields))
+    parts = train(experiment(corpus, call, *plan, ranks=ranks, **fields, **workload))
     assert parts.losses == pytest.approx(whole.losses, rel=2e-6)
     assert parts.norms == pytest.approx(whole.norms, rel=1e-5)
     off = max(float((parts.after[n] - t).abs().max()) for n, t in whole.after.items())
@@ -142,10 +145,11 @@ def test_lomo_and_adalomo_divided_are_the_same_training(call, name, corpus):
     assert off < 2e-4 * whole.moved
 
 
-@pytest.mark.parametrize(("call", "name"), DIVIDED)
+@pytest.mark.parametrize(("call", "name"), divided(8))
 def test_traffic_and_memory_are_as_predicted(call, name, corpus):
     ranks, plan, model, workload = LAYOUTS[name]
-    e = experiment(corpus, call, *plan, ranks=ranks, model=WIDE.model_copy(update=model), batch_size=8, seq_len=64,
+    wide = WIDE.model_copy(update={"num_layers": 4 if "pipeline" in name else 3, **model})
+    e = experiment(corpus, call, *plan, ranks=ranks, model=wide, batch_size=4 if workload else 8, seq_len=64,
                    **workload)  # fmt: skip
     said = predict(e)
     found = world(ranks).run(measure, e)
@@ -236,14 +240,13 @@ def _part(rank, e, folder, steps):
 @pytest.mark.parametrize("call", ["lion", "lomo", "adalomo", "adamw8bit"])
 def test_a_resumed_run_is_the_straight_one_on_other_ranks_too(call, corpus, tmp_path):
     model = MODEL.model_copy(update={"vocab_size": 512})
-    two = experiment(corpus, call, "zero:stage=3", ranks=2, model=model, steps=6, lr=1e-2)
-    one = experiment(corpus, call, model=model, steps=6, lr=1e-2)
-    straight = world(2).run(_part, two, tmp_path / "a", 6)[0]
-    world(2).run(_part, two, tmp_path / "b", 3)
-    again = world(2).run(_part, two, tmp_path / "c", 3)[0]
-    assert again == straight[:3]
-    assert world(2).run(_part, two, tmp_path / "b", 3)[0] == straight
-    assert _part(0, one, tmp_path / "c", 3) == pytest.approx(straight, rel=1e-3 if call == "lion" else 1e-5)
+    two = experiment(corpus, call, "zero:stage=3", ranks=2, model=model, steps=4, lr=1e-2)
+    one = experiment(corpus, call, model=model, steps=4, lr=1e-2)
+    straight = world(2).run(_part, two, tmp_path / "a", 4)[0]
+    assert world(2).run(_part, two, tmp_path / "b", 2)[0] == straight[:2]
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    assert world(2).run(_part, two, tmp_path / "b", 2)[0] == straight
+    assert _part(0, one, tmp_path / "c", 2) == pytest.approx(straight, rel=1e-3 if call == "lion" else 1e-5)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def last_loss(corpus, seed, plan, lion=False):
 
 
 def test_qft_follows_lion_in_fp32_and_rounding_to_nearest_stalls(corpus, monkeypatch):
-    seeds = (0, 1, 2)
+    seeds = (0, 1)
     wide = [last_loss(corpus, s, (), lion=True) for s in seeds]
     coded = [last_loss(corpus, s, ("qft:lr_ratio=0.1",)) for s in seeds]
     monkeypatch.setattr(qft, "stochastic_round", lambda x, generator=None: x.round_())

@@ -23,8 +23,8 @@ PLANS = {  # model, cluster, workload, plan, groups of ranks whose mean is predi
         *LLAMA, ONE, ["tensor_parallel:degree=8", "pipeline:degree=2", "zero:stage=3", "recompute"],
         [(0,), (31,), (32,), (63,)],
     ),
-    "llama2-70b tp8 zero-3": (*LLAMA, ONE, ["tensor_parallel:degree=8", "zero:stage=3"], [(0,), (37,), (63,)]),
-    "llama2-70b zero-3": (*LLAMA, ONE, ["zero:stage=3", "recompute"], [(0,), (31,), (63,)]),
+    "llama2-70b tp8 zero-3": (*LLAMA, ONE, ["tensor_parallel:degree=8", "zero:stage=3"], [(0,), (37,)]),
+    "llama2-70b zero-3": (*LLAMA, ONE, ["zero:stage=3", "recompute"], [(0,), (63,)]),
     "llama2-70b hybrid": (*LLAMA, ONE, ["zero:stage=3,degree=8"], [(0,), (63,)]),
     # 6 ranks do not divide every parameter evenly: what is exact is their sum.
     "gpt3-1t tp8 pp64 zero-1": (
@@ -82,7 +82,10 @@ def refuse_nested() -> str:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=crossing(name, 2)) for name in PLANS])
 def test_real_shapes_are_those_predicted(name, elsewhere):
     model, on, workload, plan, groups = PLANS[name]
-    e = experiments.make(model, on, workload, plan)
+    spec = catalog.model(model)
+    if "pp64" not in name and "ptdp" not in name:  # further layers are like these
+        spec = spec.changed(num_layers=16)
+    e = experiments.make(spec.model_dump(), on, workload, plan)
     for ranks in groups:
         built = elsewhere(build_ranks, e, ranks)
         (place,) = {place for place, _, _ in built}
