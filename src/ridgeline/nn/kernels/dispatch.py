@@ -43,12 +43,15 @@ def usable(*tensors: Tensor | None) -> bool:
     return kinds == {"cpu"} and native.library() is not None
 
 
-def call(name: str, *args: Any, columns: int = 0) -> Any:
-    """Call a kernel on the device of its tensors; see ``cpu.cpp`` for the arguments. ``columns``: of a row that a GPU's
-    thread block holds at a time, for norms and softmax; 0: all of them. A CPU's kernels walk rows in any case."""
+def call(name: str, *args: Any, **more: Any) -> Any:
+    """Call a kernel on the device of its tensors; see ``cpu.cpp`` for the arguments. ``more``, which is left out where
+    it is None or 0, is for a GPU's (:mod:`~ridgeline.nn.kernels.gpu`): ``columns`` of a row that a thread block holds
+    at a time, for norms and softmax, all of them if 0 (a CPU's kernels walk rows in any case); and what is found or
+    written beside results."""
     device = next(a.device.type for a in args if isinstance(a, Tensor))
     if device == "cuda":
         from ridgeline.nn.kernels import gpu
 
-        return gpu.call(name, *args, **({"columns": columns} if columns else {}))
+        given = {k: v for k, v in more.items() if not (v is None or (isinstance(v, int) and v == 0))}
+        return gpu.call(name, *args, **given)
     return native.call(name, *args)

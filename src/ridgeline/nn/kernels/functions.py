@@ -6,6 +6,7 @@ Each computes in float32 (float64 for float64 inputs) and writes the dtype that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 
+from ridgeline.nn.kernels import peaks
 from ridgeline.nn.kernels.backends import GatedKernel
 from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
+from ridgeline.nn.kernels.peaks import GatedGradient, Peaks, Wish
 from ridgeline.nn.kernels.products import PLAIN, Product, linear
 from ridgeline.nn.model.loss import IGNORE
 
@@ -31,12 +34,14 @@ class _AddNorm(torch.autograd.Function):
     """(x + update, norm(x + update)) in one pass each way; without an update, (x, norm(x)).
 
     RMSNorm (``centered`` False) or LayerNorm. Saves the sum and one or two numbers per row, as the plain norms do; in
-    backward the gradient that reaches the sum by another way is added before it is written.
+    backward the gradient that reaches the sum by another way is added before it is written. ``found`` receives the
+    peaks of the norm; ``wish``: of which peaks the update's gradient has.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-                centered: bool, out_dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+                centered: bool, out_dtype: torch.dtype, columns: int, found: Peaks | None,
+                wish: Wish) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = x.contiguous()
         update = None if update is None else update.contiguous()
         wide = _wide(x)
@@ -48,9 +53,9 @@ class _AddNorm(torch.autograd.Function):
         mean = torch.empty_like(rstd) if centered else None
         call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update,
              TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y,
-             TYPES[y.dtype], mean, rstd, rows, size, float(eps), columns=columns)  # fmt: skip
+             TYPES[y.dtype], mean, rstd, rows, size, float(eps), columns=columns, peaks=found)  # fmt: skip
         ctx.save_for_backward(total, weight, rstd, mean)
-        ctx.columns = columns
+        ctx.columns, ctx.wish = columns, wish
         ctx.update_dtype = None if update is None else update.dtype
         ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
@@ -60,6 +65,7 @@ class _AddNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, rstd, mean = ctx.saved_tensors
+        low = None
         if dy is None:
             dx = d_total
             dw = db = None
@@ -69,12 +75,17 @@ class _AddNorm(torch.autograd.Function):
             dx = torch.empty_like(total)
             dw = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
             db = torch.empty_like(weight) if ctx.has_bias and ctx.needs_input_grad[3] else None
+            if ctx.update_dtype not in (None, dx.dtype) and peaks.on_gpu(dx):
+                low = torch.empty_like(dx, dtype=ctx.update_dtype)
+            found = None if ctx.update_dtype is None or ctx.columns else peaks.wanted(dx, ctx.wish)
             call("rl_add_norm_backward", total.dtype == torch.float64, dy, TYPES[dy.dtype], d_total, total,
                  TYPES[total.dtype], weight, TYPES[weight.dtype], mean, rstd, dx, dw, db, rstd.numel(),
-                 total.shape[-1], columns=ctx.columns)  # fmt: skip
+                 total.shape[-1], columns=ctx.columns, low=low, peaks=found)  # fmt: skip
+            peaks.note(dx if low is None else low, found)
         assert dx is not None
-        d_update = None if ctx.update_dtype is None else dx.to(ctx.update_dtype)
-        return dx, d_update, dw, db, None, None, None, None
+        if low is None and ctx.update_dtype is not None:
+            low = dx.to(ctx.update_dtype)
+        return dx, low, dw, db, None, None, None, None, None, None
 
 
 class _Norm(torch.autograd.Function):
@@ -82,8 +93,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool,
-                out_dtype: torch.dtype, columns: int) -> Tensor:  # fmt: skip
-        _, y = _AddNorm.forward(ctx, x, None, weight, bias, eps, centered, out_dtype, columns)
+                out_dtype: torch.dtype, columns: int, found: Peaks | None) -> Tensor:  # fmt: skip
+        _, y = _AddNorm.forward(ctx, x, None, weight, bias, eps, centered, out_dtype, columns, found, "")
         ctx.set_materialize_grads(True)
         return y
 
@@ -98,7 +109,7 @@ class _Norm(torch.autograd.Function):
         call("rl_add_norm_backward", total.dtype == torch.float64, dy, TYPES[dy.dtype], None, total,
              TYPES[total.dtype], weight, TYPES[weight.dtype], mean, rstd, dx, dw, db, rstd.numel(),
              total.shape[-1], columns=ctx.columns)  # fmt: skip
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 class _BiasActivation(torch.autograd.Function):
@@ -133,20 +144,22 @@ def _activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor,
          TYPES[x.dtype if bias is None else bias.dtype], dx, db, dy.numel() // width, width, kind)  # fmt: skip
 
 
-def _trained(parts: tuple[Tensor | None, ...]) -> bool:
+def _trained(parts: Sequence[Tensor | None]) -> bool:
     """Whether the weights of a merged product train: all of them do, or none."""
     return parts[0] is not None and parts[0].requires_grad
 
 
 def _product_gradients(
-    product: Product, d: Tensor, kept: tuple[Tensor | None, ...], weights: list[Tensor], biases: list[Tensor | None]
-) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+    product: Product, d: Tensor | GatedGradient, kept: Sequence[Tensor | None], weights: list[Tensor],
+    biases: list[Tensor | None],
+) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """dx [rows, k], and the gradients of the parts of a merged product, from ``d`` [rows, Σ n_i]."""
     sizes = [p.shape[0] for p in weights]
     db: list[Tensor | None] = [None] * len(sizes)
     dx, whole = product.backward(d, kept, weights[0])
     dw: list[Tensor | None] = [None] * len(sizes) if whole is None else list(whole.split(sizes))
     if biases[0] is not None and biases[0].requires_grad:
+        assert isinstance(d, Tensor)
         db = list(d.sum(0, dtype=_wide(d)).to(biases[0].dtype).split(sizes))
     return dx, dw, db
 
@@ -154,22 +167,22 @@ def _product_gradients(
 class _GatedLinear(torch.autograd.Function):
     """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is the combined [Wg; Wu];
     ``kernel`` computes the activation, None: ours. ``grad``: whether gradients are recorded, which only the caller
-    knows.
+    knows. ``found`` receives the result's peaks.
 
     Saves x and the product. Its backward pass overwrites the product with its gradient, unless the graph is retained:
-    a pipeline that delays weights' gradients runs it twice.
+    a pipeline that delays weights' gradients runs it twice. Products that encode the gradient make its codes instead.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, kernel: GatedKernel | None, product: Product,
-                grad: bool, *parts: Tensor | None) -> Tensor:  # fmt: skip
+                grad: bool, found: Peaks | None, *parts: Tensor | None) -> Tensor:  # fmt: skip
         both, kept = product.forward(x, merged, bias, grad and _trained(parts), grad and any(ctx.needs_input_grad))
         if kernel is not None:
             y = kernel.forward(both)
         else:
             y = x.new_empty(x.shape[0], both.shape[1] // 2)
             call("rl_activation", x.dtype == torch.float64, both, TYPES[both.dtype], None, TYPES[both.dtype], y,
-                 y.shape[0], y.shape[1], 0)  # fmt: skip
+                 y.shape[0], y.shape[1], 0, peaks=found)  # fmt: skip
         ctx.save_for_backward(both, *parts, *kept)
         ctx.kernel, ctx.product = kernel, product
         return y
@@ -178,6 +191,11 @@ class _GatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         both, *parts = ctx.saved_tensors
+        rest = parts[4:], parts[:2], parts[2:4]
+        biased = parts[2] is not None and parts[2].requires_grad
+        if ctx.kernel is None and not biased and ctx.product.encodes_gated(both, _trained(parts)):
+            dx, dw, db = _product_gradients(ctx.product, GatedGradient(dy.contiguous(), both), *rest)
+            return dx, None, None, None, None, None, None, *dw, *db
         if _get_current_graph_task_keep_graph():
             both = both.clone()
         if ctx.kernel is not None:
@@ -185,8 +203,8 @@ class _GatedLinear(torch.autograd.Function):
         else:
             _activation_backward(dy.contiguous(), both, None, both, None, 0)
         both[:0].zero_()  # tells autograd that it was written to, so that a second backward is refused
-        dx, dw, db = _product_gradients(ctx.product, both, parts[4:], parts[:2], parts[2:4])
-        return dx, None, None, None, None, None, *dw, *db
+        dx, dw, db = _product_gradients(ctx.product, both, *rest)
+        return dx, None, None, None, None, None, None, *dw, *db
 
 
 class _QKV(torch.autograd.Function):
@@ -383,17 +401,25 @@ def adamw_(low: Tensor | None, master: Tensor, grad: Tensor, m: Tensor, v: Tenso
 
 
 def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool,
-             dtype: torch.dtype, columns: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(x + update, norm of that in ``dtype``), both [..., size]."""
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, weight, bias, eps, centered, dtype, columns)  # type: ignore[no-untyped-call]
-    return out
+             dtype: torch.dtype, columns: int = 0, wish: Wish = "",
+             update_wish: Wish = "") -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(x + update, norm of that in ``dtype``), both [..., size]. Of which peaks the norm has, if gradients are recorded
+    (``wish``), and the update's gradient."""
+    found = _found(x, wish, columns)
+    total, y = _AddNorm.apply(x, update, weight, bias, eps, centered, dtype, columns, found, update_wish)  # type: ignore[no-untyped-call]
+    return total, peaks.note(y, found)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, dtype: torch.dtype,
-         columns: int = 0) -> Tensor:  # fmt: skip
-    """LayerNorm (``centered``) or RMSNorm of x [..., size] in ``dtype``."""
-    y: Tensor = _Norm.apply(x, weight, bias, eps, centered, dtype, columns)  # type: ignore[no-untyped-call]
-    return y
+         columns: int = 0, wish: Wish = "") -> Tensor:  # fmt: skip
+    """LayerNorm (``centered``) or RMSNorm of x [..., size] in ``dtype``, with peaks as :func:`add_norm`."""
+    found = _found(x, wish, columns)
+    y: Tensor = _Norm.apply(x, weight, bias, eps, centered, dtype, columns, found)  # type: ignore[no-untyped-call]
+    return peaks.note(y, found)
+
+
+def _found(x: Tensor, wish: Wish, columns: int) -> Peaks | None:
+    return peaks.wanted(x, wish) if wish and not columns and torch.is_grad_enabled() else None
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -403,11 +429,15 @@ def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 
 def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Tensor | None],
-                 kernel: GatedKernel | None = None, product: Product = PLAIN) -> Tensor:  # fmt: skip
-    """SwiGLU of x [rows, k] → [rows, f]. ``parts``: gate and up weights (of which ``merged`` is made), then biases."""
+                 kernel: GatedKernel | None = None, product: Product = PLAIN, wish: Wish = "") -> Tensor:  # fmt: skip
+    """SwiGLU of x [rows, k] → [rows, f]. ``parts``: gate and up weights (of which ``merged`` is made), then biases.
+    ``wish``: of which peaks the result has, if gradients are recorded and ours computes it."""
     grad = torch.is_grad_enabled()
-    y: Tensor = _GatedLinear.apply(x, merged, bias, kernel, product, grad, *parts)  # type: ignore[no-untyped-call]
-    return y
+    found = None
+    if wish and grad and kernel is None and x.numel() and peaks.on_gpu(x):
+        found = peaks.room(x.shape[0], merged.shape[0] // 2, wish, x.device)
+    y: Tensor = _GatedLinear.apply(x, merged, bias, kernel, product, grad, found, *parts)  # type: ignore[no-untyped-call]
+    return peaks.note(y, found)
 
 
 def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tuple[Tensor, Tensor] | None,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ridgeline.nn.kernels import adjacency, functions, products
 from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import has_triton, usable
+from ridgeline.nn.kernels.peaks import Wish, shared
 from ridgeline.nn.kernels.products import ServedLinear, choose_served_products, is_linear, linear, served_linear
 from ridgeline.nn.model.attention import Attention, Mask, by_heads, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
@@ -41,6 +42,23 @@ def fuse_elementwise(model: Transformer, kernel: NormKernel | None = None) -> No
             module.forward = _Bound(both[0], module)  # type: ignore[method-assign]
         elif isinstance(module, MLP) and module.expand is expand:
             module.expand = expand_biased
+
+
+def share_peaks(model: Transformer) -> None:
+    """Have fused RMS norms find the peaks of what they write, and of the gradients that they send back, which the
+    products on either side would know (:mod:`~ridgeline.nn.kernels.peaks`)."""
+    for block in model.modules():
+        if not isinstance(block, TransformerBlock) or not isinstance(block.attention, Attention):
+            continue
+        if isinstance(block.attention_norm, RMSNorm):
+            block.attention_norm.wish = _wish(block.attention.q_proj)
+        if isinstance(block.mlp_norm, RMSNorm) and not block.parallel and block.cross_norm is None:
+            block.mlp_norm.update_wish = _wish(block.attention.o_proj)
+            block.mlp_norm.wish = _wish(block.mlp.up_proj) if isinstance(block.mlp, MLP) else ""
+
+
+def _wish(reader: nn.Module) -> Wish:
+    return reader.product.wish if isinstance(reader, products.OwnProduct) else ""
 
 
 def fold(model: Transformer, columns: int) -> None:
@@ -88,7 +106,7 @@ def norm(x: Tensor, module: nn.Module, columns: int = 0, kernel: NormKernel | No
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     if kernel is not None and isinstance(module, RMSNorm) and x.dtype == compute_dtype(x):
         return kernel.norm(x, module.weight, module.eps)
-    return functions.norm(x, *_norm_of(module), compute_dtype(x), columns)
+    return functions.norm(x, *_norm_of(module), compute_dtype(x), columns, getattr(module, "wish", ""))
 
 
 def add_norm(
@@ -101,7 +119,8 @@ def add_norm(
         return add_then_norm(x, update, module)
     if kernel is not None and isinstance(module, RMSNorm) and x.dtype == update.dtype == compute_dtype(x):
         return kernel.add_norm(x, update, module.weight, module.eps)
-    return functions.add_norm(x, update, *_norm_of(module), compute_dtype(x), columns)
+    wishes = (module.wish, module.update_wish) if isinstance(module, RMSNorm) else ()
+    return functions.add_norm(x, update, *_norm_of(module), compute_dtype(x), columns, *wishes)
 
 
 def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
@@ -331,8 +350,8 @@ def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None) -> Ten
     merged, bias, product = found
     tensors: list[Tensor | None] = [*(p.weight for p in parts), *(p.bias for p in parts)]  # type: ignore[list-item]
     rows = x.to(compute_dtype(x)).flatten(0, -2)
-    y = functions.gated_linear(rows, merged, bias, tensors, kernel, product)
-    return y.view(*x.shape[:-1], -1)
+    y = functions.gated_linear(shared(x, rows), merged, bias, tensors, kernel, product, _wish(mlp.down_proj))
+    return shared(y, y.view(*x.shape[:-1], -1))
 
 
 # ---- loss -----------------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class FusedLayers(Technique):
             run.kernels.own("merged projections", run.device)
         if self.elementwise:
             fused.fuse_elementwise(run.model, _norm_kernel(run))
+            fused.share_peaks(run.model)
             backend = run.model.backend
             if backend.function is naive_attention:
                 run.model.set_attention(replace(backend, function=fused.fused_naive_attention))
