@@ -37,6 +37,7 @@ from ridgeline.nn.kernels import (
     ternary_decode,
 )
 from ridgeline.nn.kernels.ahead_of_time import compiling
+from ridgeline.nn.kernels.gather_heads import gather_heads
 from ridgeline.nn.kernels.peaks import GatedGradient, room
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
@@ -156,6 +157,20 @@ def peaks() -> Iterator[Case]:
             GatedGradient(y, x), E4M3, 448.0, w), n == 2048)  # fmt: skip
 
 
+def gathered() -> Iterator[Case]:
+    """Gradients of queries, keys and values, laid out by heads, on their way to the merged product."""
+    meta = torch.device("meta")
+    for d, wish in product((64, 128), ("", "whole", "lines")):
+
+        def call(d=d, wish=wish):
+            q, k, v = (e(4, heads, 4096, d).transpose(1, 2) for heads in (32, 8, 8))
+            out = e(4, 4096, 48 * d)
+            found = room(ROWS, 48 * d, wish, meta) if wish else None
+            gather_heads(out, [q, k, v], (e(4096, 1, d), e(4096, 1, d)), 40, found)
+
+        yield Case(f"gather heads of {d}{', ' * bool(wish)}{wish}", call, d == 64)
+
+
 def products() -> Iterator[Case]:
     """Products of one row, with low-bit and with ternary weights."""
     for out, width, dtype, biased in (
@@ -260,7 +275,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as", dest="name", default="after", help="the name of these rows in the file")
     args = parser.parse_args()
-    every = (*norms(), *elementwise(), *encodings(), *peaks(), *products(), *writes(), *paged())
+    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *writes(), *paged())
     cases = [c for c in every if args.only in c.label and args.skip not in c.label and (c.quick or not args.quick)]
     rows, start = [], time.time()
     for capability in args.capabilities:

@@ -9,6 +9,8 @@ from tests import serving
 from tests.nn.interpreter import DEVICE
 
 from ridgeline.nn.kernels import float8, float8_gated, functions, gpu, peaks
+from ridgeline.nn.kernels import gather_heads as gathering
+from ridgeline.nn.kernels.gather_heads import gather_heads
 from ridgeline.nn.kernels.peaks import GatedGradient
 from ridgeline.nn.model import fused
 from ridgeline.nn.model.init import build
@@ -24,7 +26,9 @@ WISHES = ["whole", "lines"]
 def triton_everywhere(monkeypatch):
     monkeypatch.setattr(functions, "call", gpu.call)
     monkeypatch.setattr(peaks, "on_gpu", lambda t: True)
-    for module in (gpu, peaks, float8, float8_gated) if DEVICE == "cpu" else ():  # few programs, each with several rows
+    for module in (
+        (gpu, peaks, float8, float8_gated, gathering) if DEVICE == "cpu" else ()
+    ):  # few programs, each with several rows
         monkeypatch.setattr(module, "processors", lambda device: 1)
 
 
@@ -150,6 +154,23 @@ def test_an_overflow_of_swiglus_gradient_shows():
     assert float8_gated.encode_gated(GatedGradient(dy, both), HELD, 448.0, "whole")[1].isnan()
 
 
+@pytest.mark.parametrize("wish", ["", *WISHES])
+@pytest.mark.parametrize("turned", [0, 6])
+@pytest.mark.parametrize("d", [8, 24])
+def test_gradients_of_heads_come_together_as_copies_do(wish, turned, d):
+    """Of tensors that attention has laid out by heads, and with tables for each row of the batch."""
+    parts = [numbers(2, heads, 9, d, seed=i).transpose(1, 2) for i, heads in enumerate((4, 2, 2))]
+    rope = tuple(numbers(2, 9, 1, d, seed=i) for i in (7, 8)) if turned else None
+    want = torch.cat([t.flatten(2) for t in parts], -1)
+    if rope is not None:
+        functions._rotate(want, *rope, turned, d, -1)
+    got = torch.empty_like(want)
+    found = peaks.wanted(got, wish)
+    gather_heads(got, parts, rope, turned, found)
+    assert torch.equal(got, want)
+    assert found is None or right(found, got)
+
+
 class Noted:
     """A function, or a kernel, whose calls are counted."""
 
@@ -183,6 +204,7 @@ def test_a_layer_gives_the_same_gradients_whoever_finds_peaks(rowwise, monkeypat
         else:
             monkeypatch.setattr(Float8Product, "encodes_gated", lambda *_: False)
             monkeypatch.setattr(fused, "_wish", lambda reader: "")
+            monkeypatch.setattr(peaks, "wanted", lambda *_: None)
         with torch.autocast(DEVICE, torch.bfloat16):
             hidden = made(torch.arange(1, 17, device=DEVICE)[None], return_hidden=True)
         hidden.backward(numbers(*hidden.shape, dtype=hidden.dtype))
@@ -190,5 +212,6 @@ def test_a_layer_gives_the_same_gradients_whoever_finds_peaks(rowwise, monkeypat
         counts.append(len(searches))
         searches.clear()
     assert all(map(torch.equal, *results))
-    # Of eight operands and four weights. Found elsewhere: those that norms and SwiGLU write, each way.
-    assert counts == [7, 12]
+    # Of eight operands and four weights. Found elsewhere: those that norms and SwiGLU write, each way, and of
+    # the gradients of queries, keys and values.
+    assert counts == [6, 12]

@@ -234,11 +234,18 @@ class _QKV(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, *parts = ctx.saved_tensors
         d = grads[0].new_empty(*grads[0].shape[:2], sum(ctx.sizes))
-        for part, g in zip(d.split(ctx.sizes, -1), grads, strict=True):
-            part.unflatten(-1, (-1, ctx.head_dim)).copy_(g)
-        if cos is not None:
-            _rotate(d, cos, sin, ctx.turned, ctx.head_dim, -1)
-        dx, dw, db = _product_gradients(ctx.product, d.flatten(0, 1), parts[6:], parts[:3], parts[3:6])
+        if peaks.on_gpu(d) and d.numel() and ctx.head_dim % 2 == 0 and len({g.dtype for g in grads}) == 1:
+            found = peaks.wanted(d, ctx.product.wish)
+            rope = None if cos is None else (cos, sin)
+            call("rl_gather_heads", d, list(grads), rope, ctx.turned, peaks=found)
+            peaks.note(d, found)
+        else:
+            for part, g in zip(d.split(ctx.sizes, -1), grads, strict=True):
+                part.unflatten(-1, (-1, ctx.head_dim)).copy_(g)
+            if cos is not None:
+                _rotate(d, cos, sin, ctx.turned, ctx.head_dim, -1)
+        rows = peaks.shared(d, d.flatten(0, 1))
+        dx, dw, db = _product_gradients(ctx.product, rows, parts[6:], parts[:3], parts[3:6])
         return dx.view(ctx.x_shape), None, None, None, None, None, None, *dw, *db
 
 

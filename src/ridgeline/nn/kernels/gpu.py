@@ -503,6 +503,13 @@ def rl_rotate(wide, x, t, cosine, sine, tt, rows, width, count, d, period, sign)
     _rotate[(rows,)](x, cosine, sine, width, d, count, period, sign, heads, half)
 
 
+def rl_gather_heads(out, parts, rope, turned, peaks=None):
+    """See :func:`~ridgeline.nn.kernels.gather_heads.gather_heads`; not of a CPU."""
+    from ridgeline.nn.kernels.gather_heads import gather_heads
+
+    gather_heads(out, parts, rope, turned, peaks)
+
+
 def rl_cross_entropy(wide, x, t, labels, rows, n, gradient):
     """As ``rl_cross_entropy`` of ``cpu.cpp``; returns a tensor, so that the host does not wait."""
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
