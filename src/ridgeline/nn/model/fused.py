@@ -58,7 +58,8 @@ def share_peaks(model: Transformer) -> None:
 
 
 def _wish(reader: nn.Module) -> Wish:
-    return reader.product.wish if isinstance(reader, products.OwnProduct) else ""
+    inner = getattr(reader, "base", reader)  # of a layer with an adapter
+    return inner.product.wish if isinstance(inner, products.OwnProduct) else ""
 
 
 def fold(model: Transformer, columns: int) -> None:

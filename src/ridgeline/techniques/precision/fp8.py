@@ -210,8 +210,8 @@ def _quantized(op: Op) -> list[Op]:
 
 
 def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool) -> list[Op]:
-    """The same as this engine does it, in two kernels: one finds largest magnitudes, one writes codes, also transposed
-    where a gradient of weights needs them. By rows (``rowwise``) one kernel does both where none does."""
+    """The same as this engine does it: one kernel finds largest magnitudes (``.peaks``), one writes codes, also
+    transposed where a gradient of weights needs them. By rows (``rowwise``) one kernel does both where none does."""
     m, n, k = op.shape
     low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
     tail = op.name.rpartition(".")[2]
@@ -222,16 +222,21 @@ def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool) -> lis
         )
         return [low, wide] if rowwise and width > 2 else [low]
 
-    def encoded(name: str, size: float, width: float, transposed: bool) -> Op:
-        pieces = 1 if rowwise and not transposed else 2
-        return Op(f"{op.name}.{name}", op.module, "cast", op.direction, 0, (2 * width + 1 + transposed) * size, "fp8",
-                  pieces=pieces, recompute=op.recompute)  # fmt: skip
+    def encoded(name: str, size: float, width: float, transposed: bool) -> list[Op]:
+        def cast(name: str, each: float) -> Op:
+            return Op(f"{op.name}.{name}", op.module, "cast", op.direction, 0, each * size, "fp8",
+                      recompute=op.recompute)  # fmt: skip
 
-    codes = [encoded("quantize", m * k, 2.0, params[op.param].trainable)]
+        codes = width + 1 + transposed
+        if rowwise and not transposed:
+            return [cast(name, width + codes)]
+        return [cast(f"{name}.peaks", width), cast(name, codes)]
+
+    codes = encoded("quantize", m * k, 2.0, params[op.param].trainable)
     if tail != "dx":
-        codes.append(encoded("encode_weight", n * k * op.experts, width, keep))
+        codes += encoded("encode_weight", n * k * op.experts, width, keep)
     elif not keep:
-        codes.append(encoded("encode_weight", n * k * op.experts, width, True))
+        codes += encoded("encode_weight", n * k * op.experts, width, True)
     return [*codes, low]
 
 
