@@ -30,6 +30,25 @@ def _wide(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
+def _normed(x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool,
+            out_dtype: torch.dtype, columns: int,
+            found: Peaks | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(sum, norm of it, 1 / standard deviation of each row, mean of each row of a LayerNorm)."""
+    x = x.contiguous()
+    update = None if update is None else update.contiguous()
+    wide = _wide(x)
+    size = x.shape[-1]
+    rows = x.numel() // size
+    total = x if update is None else torch.empty_like(x)
+    y = torch.empty_like(x, dtype=out_dtype)
+    rstd = torch.empty(rows, dtype=wide, device=x.device)
+    mean = torch.empty_like(rstd) if centered else None
+    call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update,
+         TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y,
+         TYPES[y.dtype], mean, rstd, rows, size, float(eps), columns=columns, peaks=found)  # fmt: skip
+    return total, y, rstd, mean
+
+
 class _AddNorm(torch.autograd.Function):
     """(x + update, norm(x + update)) in one pass each way; without an update, (x, norm(x)).
 
@@ -42,18 +61,7 @@ class _AddNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
                 centered: bool, out_dtype: torch.dtype, columns: int, found: Peaks | None,
                 wish: Wish) -> tuple[Tensor, Tensor]:  # fmt: skip
-        x = x.contiguous()
-        update = None if update is None else update.contiguous()
-        wide = _wide(x)
-        size = x.shape[-1]
-        rows = x.numel() // size
-        total = x if update is None else torch.empty_like(x)
-        y = torch.empty_like(x, dtype=out_dtype)
-        rstd = torch.empty(rows, dtype=wide, device=x.device)
-        mean = torch.empty_like(rstd) if centered else None
-        call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update,
-             TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y,
-             TYPES[y.dtype], mean, rstd, rows, size, float(eps), columns=columns, peaks=found)  # fmt: skip
+        total, y, rstd, mean = _normed(x, update, weight, bias, eps, centered, out_dtype, columns, found)
         ctx.save_for_backward(total, weight, rstd, mean)
         ctx.columns, ctx.wish = columns, wish
         ctx.update_dtype = None if update is None else update.dtype
@@ -112,6 +120,16 @@ class _Norm(torch.autograd.Function):
         return dx, dw, db, None, None, None, None, None
 
 
+def _activated(x: Tensor, bias: Tensor | None, activation: str, found: Peaks | None = None) -> Tensor:
+    """The result of :class:`_BiasActivation`."""
+    width = x.shape[-1] // (2 if activation == "silu" else 1)
+    y = x.new_empty(*x.shape[:-1], width)
+    call("rl_activation", x.dtype == torch.float64, x, TYPES[x.dtype], bias,
+         TYPES[x.dtype if bias is None else bias.dtype], y, y.numel() // width, width,
+         ACTIVATION_KINDS[activation], peaks=found)  # fmt: skip
+    return y
+
+
 class _BiasActivation(torch.autograd.Function):
     """activation(x + bias) for x [..., width] (``gelu_tanh``), or silu(gate) · up for x = [gate | up] (``silu``).
 
@@ -120,13 +138,9 @@ class _BiasActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        kind = ACTIVATION_KINDS[activation]
-        width = x.shape[-1] // (2 if activation == "silu" else 1)
-        y = x.new_empty(*x.shape[:-1], width)
-        call("rl_activation", x.dtype == torch.float64, x, TYPES[x.dtype], bias,
-             TYPES[x.dtype if bias is None else bias.dtype], y, y.numel() // width, width, kind)  # fmt: skip
+        y = _activated(x, bias, activation)
         ctx.save_for_backward(x, bias)
-        ctx.kind = kind
+        ctx.kind = ACTIVATION_KINDS[activation]
         return y
 
     @staticmethod
@@ -177,12 +191,7 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, kernel: GatedKernel | None, product: Product,
                 grad: bool, found: Peaks | None, *parts: Tensor | None) -> Tensor:  # fmt: skip
         both, kept = product.forward(x, merged, bias, grad and _trained(parts), grad and any(ctx.needs_input_grad))
-        if kernel is not None:
-            y = kernel.forward(both)
-        else:
-            y = x.new_empty(x.shape[0], both.shape[1] // 2)
-            call("rl_activation", x.dtype == torch.float64, both, TYPES[both.dtype], None, TYPES[both.dtype], y,
-                 y.shape[0], y.shape[1], 0, peaks=found)  # fmt: skip
+        y = _activated(both, None, "silu", found) if kernel is None else kernel.forward(both)
         ctx.save_for_backward(both, *parts, *kept)
         ctx.kernel, ctx.product = kernel, product
         return y
@@ -412,6 +421,8 @@ def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps
              update_wish: Wish = "") -> tuple[Tensor, Tensor]:  # fmt: skip
     """(x + update, norm of that in ``dtype``), both [..., size]. Of which peaks the norm has, if gradients are recorded
     (``wish``), and the update's gradient."""
+    if not torch.is_grad_enabled():  # without autograd's bookkeeping, which takes the host longer than the rest
+        return _normed(x, update, weight, bias, eps, centered, dtype, columns)[:2]
     found = _found(x, wish, columns)
     total, y = _AddNorm.apply(x, update, weight, bias, eps, centered, dtype, columns, found, update_wish)  # type: ignore[no-untyped-call]
     return total, peaks.note(y, found)
@@ -420,17 +431,21 @@ def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, dtype: torch.dtype,
          columns: int = 0, wish: Wish = "") -> Tensor:  # fmt: skip
     """LayerNorm (``centered``) or RMSNorm of x [..., size] in ``dtype``, with peaks as :func:`add_norm`."""
+    if not torch.is_grad_enabled():
+        return _normed(x, None, weight, bias, eps, centered, dtype, columns)[1]
     found = _found(x, wish, columns)
     y: Tensor = _Norm.apply(x, weight, bias, eps, centered, dtype, columns, found)  # type: ignore[no-untyped-call]
     return peaks.note(y, found)
 
 
 def _found(x: Tensor, wish: Wish, columns: int) -> Peaks | None:
-    return peaks.wanted(x, wish) if wish and not columns and torch.is_grad_enabled() else None
+    return peaks.wanted(x, wish) if wish and not columns else None
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """activation(x + bias), x [..., width]; or silu(gate) · up [..., width] of x = [gate | up]."""
+    if not torch.is_grad_enabled():
+        return _activated(x, bias, activation)
     y: Tensor = _BiasActivation.apply(x, bias, activation)  # type: ignore[no-untyped-call]
     return y
 
@@ -440,8 +455,11 @@ def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Ten
     """SwiGLU of x [rows, k] → [rows, f]. ``parts``: gate and up weights (of which ``merged`` is made), then biases.
     ``wish``: of which peaks the result has, if gradients are recorded and ours computes it."""
     grad = torch.is_grad_enabled()
+    if not grad:
+        both, _ = product.forward(x, merged, bias, False, False)
+        return _activated(both, None, "silu") if kernel is None else kernel.forward(both)
     found = None
-    if wish and grad and kernel is None and x.numel() and peaks.on_gpu(x):
+    if wish and kernel is None and x.numel() and peaks.on_gpu(x):
         found = peaks.room(x.shape[0], merged.shape[0] // 2, wish, x.device)
     y: Tensor = _GatedLinear.apply(x, merged, bias, kernel, product, grad, found, *parts)  # type: ignore[no-untyped-call]
     return peaks.note(y, found)
@@ -452,6 +470,14 @@ def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tup
     """Rotated queries and keys, and values, of x [B, S, k]: [B, S, heads, D]. ``parts``: three weights, three
     biases."""
     grad = torch.is_grad_enabled()
+    if not grad:
+        out, _ = product.forward(x, merged, bias, False, False)
+        sizes = [p.shape[0] for p in parts[:3] if p is not None]
+        if rope is not None:
+            _rotate(out, rope[0], rope[1], (sizes[0] + sizes[1]) // head_dim, head_dim, 1)
+        heads = out.unflatten(-1, (-1, head_dim))
+        q, k, v = heads.split([n // head_dim for n in sizes], -2)
+        return q, k, v
     q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, product, grad, *parts)  # type: ignore[no-untyped-call]
     return q, k, v
 

@@ -83,8 +83,9 @@ def gather_heads(
     if peaks is not None and kind == 1:
         programs = len(peaks.first)
     cosine, sine = (out, out) if rope is None else (t.contiguous() for t in rope)
+    found = (out, out) if peaks is None else (peaks.first, out if peaks.columns is None else peaks.columns)
     _gather_heads[(programs,)](
-        q, k, v, out, cosine, sine, peaks.first if peaks else out, peaks.columns if kind == 2 else out, rows, length,
-        width, d, q.shape[2], k.shape[2], turned if rope else 0, cosine.numel() // d if rope else 1, *q.stride()[:3],
-        *k.stride()[:3], *v.stride()[:3], kind, tall, half, num_warps=8,
+        q, k, v, out, cosine, sine, *found, rows, length, width, d, q.shape[2], k.shape[2], turned if rope else 0,
+        cosine.numel() // d if rope else 1, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], kind, tall, half,
+        num_warps=8,
     )  # fmt: skip

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.quick import blocks, power, quick
 
 BLOCK = 1024
 RESIDENT = 1024
@@ -57,6 +58,7 @@ def _norm_of_row(row, x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_AD
     return rounded
 
 
+@quick
 @triton.jit
 def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTERD: tl.constexpr,
               HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
@@ -229,6 +231,7 @@ def _tanh(x):
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
+@quick
 @triton.jit
 def _activation(x, bias, y, n, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -342,6 +345,7 @@ def _softmax_backward_folded(d, p, n, scale, SIZE: tl.constexpr):
         tl.store(d + at, out.to(d.dtype.element_ty), inside)
 
 
+@quick
 @triton.jit
 def _rotate(x, cosine, sine, width, d, count, period, sign, HEADS: tl.constexpr, HALF: tl.constexpr):
     """All heads of one row, [HEADS, HALF] at a time, by angles that are loaded once."""
@@ -405,7 +409,7 @@ def _adamw(low, master, grad, m, v, n, keep, beta1_rest, beta2, beta2_rest, eps,
 
 
 def _size(n: int) -> int:
-    return int(triton.next_power_of_2(n))
+    return power(n)
 
 
 def _tile(n: int, columns: int) -> tuple[bool, int]:
@@ -469,7 +473,7 @@ def rl_activation(wide, x, t, bias, tb, y, rows, n, kind, peaks=None):
         float8_gated.activate(x, y, peaks)
         return
     size = min(_size(n), BLOCK)
-    _activation[(rows, triton.cdiv(n, size))](x, x if bias is None else bias, y, n, kind == 0, bias is not None, size)
+    _activation[(rows, blocks(n, size))](x, x if bias is None else bias, y, n, kind == 0, bias is not None, size)
 
 
 def rl_activation_backward(wide, dy, x, t, bias, tb, dx, db, rows, n, kind):

@@ -128,12 +128,14 @@ def served_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel for one row computes it. Looks at shapes alone, not at data."""
+    if x.shape[-1] != x.numel():  # first, as most are not
+        return False
     given = (x, weight) if bias is None else (x, weight, bias)
     if weight.dtype not in (torch.bfloat16, torch.float16) or weight.requires_grad or not _for_triton(*given):
         return False
     n, k = weight.shape
     return (
-        x.shape[-1] == x.numel() == k > 0
+        x.shape[-1] == k > 0
         and k % 8 == 0  # gemv.ALIGNED, of a module that needs Triton
         and n > 0
         and (bias is None or bias.shape == (n,))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -222,11 +223,11 @@ def fuse_served(model: Transformer) -> None:
             parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
             normed = module.q_norm is not None and not (_read_once(parts) or _same_codes(parts))
             merged = not normed and _served_together(parts)
-            module.project = project_merged if merged else module.project
+            module.project = partial(project_merged, known=_Known()) if merged else module.project
         elif isinstance(module, MLP) and module.gate_proj is not None and module.activation == "silu":
             parts = [module.gate_proj, module.up_proj]
             merged = _served_together(parts)
-            module.expand = expand_merged if merged else module.expand
+            module.expand = partial(expand_merged, known=_Known()) if merged else module.expand
         else:
             continue
         if merged:
@@ -279,10 +280,43 @@ def _scales(codes: list[Stripes]) -> list[list[Tensor]]:
     return [[c.scale for c in codes], *([zeros] if zeros else [])]
 
 
-def _product_of_codes(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
-    """``x`` [..., k] times packed weights that lie together, with their biases → [..., Σ n_i]; None if they do not."""
+class _Known:
+    """What the parts of a merged layer of a served model make together, as long as they are what they were."""
+
+    def __init__(self) -> None:
+        self.whole: Any = None
+        self._parts: list[tuple[nn.Module, type]] = []
+        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._tensors: list[tuple[Tensor, int, int]] = []
+
+    def holds(self) -> bool:
+        """Whether parts are of their classes and without hooks, and their tensors those that they were."""
+        return (
+            self.whole is not None
+            and all(type(p) is kind and not (p._forward_hooks or p._forward_pre_hooks) for p, kind in self._parts)
+            and all(where.get(name) is value for where, name, value in self._held)
+            and all(t.data_ptr() == at and t._version == version for t, at, version in self._tensors)
+        )
+
+    def keep(self, parts: list[nn.Module], whole: Any) -> None:
+        """Remember ``whole``, where the parts' tensors can be told from others."""
+        modules = [m for part in parts for m in part.modules()]
+        self._parts = [(p, type(p)) for p in parts]
+        self._held = [(where, name, value) for m in modules for where in (m._parameters, m._buffers, m._modules)
+                      for name, value in where.items()]  # fmt: skip
+        tensors = [value for _, _, value in self._held if isinstance(value, Tensor)]
+        try:
+            self._tensors = [(t, t.data_ptr(), t._version) for t in tensors]
+        except RuntimeError:  # without data, or made in inference mode
+            return
+        if all(at for _, at, _ in self._tensors):
+            self.whole = whole
+
+
+def _whole_codes(parts: list[nn.Module]) -> tuple[Stripes, Tensor | None] | None:
+    """Packed weights that lie together as one, and their biases; None if they do not."""
     codes = _same_codes(parts)
-    if codes is None or torch.is_grad_enabled():
+    if codes is None:
         return None
     whole = bare(codes[0])
     whole._buffers = {}
@@ -294,12 +328,33 @@ def _product_of_codes(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
         return None
     vars(whole).update(words=words, arrived=arrived, scale=scales[0], zero=scales[1] if len(scales) > 1 else None)
     biases = [p.bias for p in parts]
-    bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+    return whole, None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+
+
+def _product_of_codes(x: Tensor, parts: list[nn.Module], known: _Known | None) -> Tensor | None:
+    """``x`` [..., k] times packed weights that lie together, with their biases → [..., Σ n_i]; None if they do not."""
+    if type(parts[0]) is not PackedLinear or torch.is_grad_enabled():
+        return None
+    found: tuple[Stripes, Tensor | None] | None
+    if known is not None and known.holds():
+        found = known.whole
+    elif (found := _whole_codes(parts)) is not None and known is not None:
+        known.keep(parts, found)
+    if found is None:
+        return None
+    whole, bias = found
     return whole.linear(x.reshape(-1, whole.width), bias).view(*x.shape[:-1], whole.out)
 
 
-def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, products.Product] | None:
+def _merged(
+    x: Tensor, parts: list[nn.Module], known: _Known | None = None
+) -> tuple[Tensor, Tensor | None, products.Product] | None:
     """(weight, bias, product) of merged layers, plain ones' weight in the compute dtype; None if it cannot run."""
+    served = known is not None and not torch.is_grad_enabled()
+    if served and known is not None and known.holds() and type(x) is Tensor:
+        found: tuple[Tensor, Tensor | None, products.Product] = known.whole
+        if x.is_cuda == found[0].is_cuda and compute_dtype(x) == x.dtype == found[0].dtype:
+            return found
     product = _product_of(parts)
     if product is None:
         return None
@@ -311,20 +366,27 @@ def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, p
         return None
     dtype = compute_dtype(x)
     bias = None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(dtype)  # type: ignore[operator]
-    return whole.to(dtype) if product in (products.PLAIN, products.SERVED) else whole, bias, product
+    if product in (products.PLAIN, products.SERVED):
+        whole = whole.to(dtype)
+    if served and known is not None:
+        known.keep(parts, (whole, bias, product))
+    return whole, bias, product
 
 
-def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is rotated in place."""
+def project_merged(
+    attention: Attention, x: Tensor, rope: Rope | None, known: _Known | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is rotated in place. ``known``: of
+    this layer, of a served model."""
     parts: list[nn.Module] = [attention.q_proj, attention.k_proj, attention.v_proj]
     if _read_once(parts):
         q, k, v = _products_of_one(x, parts)
         return by_heads(attention, q, k, v, rope)
-    if (product := _product_of_codes(x, parts)) is not None:
+    if (product := _product_of_codes(x, parts, known)) is not None:
         sizes: list[int] = [p.out_features for p in parts]  # type: ignore[misc]
         q, k, v = product.split(sizes, -1)
         return by_heads(attention, q, k, v, rope)
-    found = _merged(x, parts)
+    found = _merged(x, parts, known)
     if found is None or (rope is not None and rope[0].shape[-1] < attention.head_dim):
         return project(attention, x, rope)
     merged, bias, how = found
@@ -336,16 +398,17 @@ def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[
     return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
 
 
-def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None) -> Tensor:
-    """:func:`~ridgeline.nn.model.mlp.expand` of a SwiGLU layer by one product."""
+def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None, known: _Known | None = None) -> Tensor:
+    """:func:`~ridgeline.nn.model.mlp.expand` of a SwiGLU layer by one product. ``known`` as of
+    :func:`project_merged`."""
     assert mlp.gate_proj is not None
     parts: list[nn.Module] = [mlp.gate_proj, mlp.up_proj]
     if _read_once(parts):
         gate, up = _products_of_one(x, parts)
         return gated(mlp.activation, gate, up)
-    if (both := _product_of_codes(x, parts)) is not None:
+    if (both := _product_of_codes(x, parts, known)) is not None:
         return functions.bias_activation(both, None, "silu")
-    found = _merged(x, parts)
+    found = _merged(x, parts, known)
     if found is None:
         return expand(mlp, x)
     merged, bias, product = found
