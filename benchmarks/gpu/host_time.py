@@ -126,10 +126,10 @@ def measure(biased: bool, times: int) -> dict[str, Any]:
     models = [served(n, biased) for n in (FEW, MANY)]
     arranged = [made.arrange(step) for made, step in models]
     rounds = []
-    for _ in range(6):  # the first compiles
+    for _ in range(12):  # the first compiles
         few, many = (microseconds(m, a, times) for m, a in zip(models, arranged, strict=True))
         rounds.append((many - few) / (MANY - FEW))
-    return {"us_per_layer": round(min(rounds[1:]), 1), "rounds": [round(r, 1) for r in rounds[1:]]}
+    return {"us_per_layer": round(statistics.median(rounds[1:]), 1), "rounds": [round(r, 1) for r in rounds[1:]]}
 
 
 def check(idle: Idle) -> int:

@@ -34,9 +34,9 @@ def serving(model, *plan, **fields):
 
 
 BUDGETS = {
-    "train": ("llama-mini", LOW, {"step": 140}),
-    "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 175}),
-    "train fp8 rowwise": ("llama-mini", [*LOW, "fp8:scaling=rowwise"], {"step": 205}),
+    "train": ("llama-mini", LOW, {"step": 132}),
+    "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 153}),
+    "train fp8 rowwise": ("llama-mini", [*LOW, "fp8:scaling=rowwise"], {"step": 183}),
     "train qft": ("llama-mini", ["flash_attention", "qft"], {"step": 1180}),
     "train moe": ("mixtral-tiny", LOW, {"step": 250}),
     "serve": ("llama-mini", [], {"prefill": 39, "decode": 17, "replayed": 23}),

@@ -14,7 +14,7 @@ from ridgeline.nn.kernels.dispatch import processors
 from ridgeline.nn.kernels.gpu import magnitudes
 from ridgeline.nn.kernels.peaks import PER_PROCESSOR, Peaks
 
-TILE = 4096
+TILE = 2048
 """Numbers of half of a head in a tile of rows."""
 
 

@@ -223,11 +223,11 @@ def fuse_served(model: Transformer) -> None:
             parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
             normed = module.q_norm is not None and not (_read_once(parts) or _same_codes(parts))
             merged = not normed and _served_together(parts)
-            module.project = partial(project_merged, known=_Known()) if merged else module.project
+            module.project = partial(project_merged, known=_Known(parts)) if merged else module.project
         elif isinstance(module, MLP) and module.gate_proj is not None and module.activation == "silu":
             parts = [module.gate_proj, module.up_proj]
             merged = _served_together(parts)
-            module.expand = partial(expand_merged, known=_Known()) if merged else module.expand
+            module.expand = partial(expand_merged, known=_Known(parts)) if merged else module.expand
         else:
             continue
         if merged:
@@ -281,24 +281,31 @@ def _scales(codes: list[Stripes]) -> list[list[Tensor]]:
 
 
 class _Known:
-    """What the parts of a merged layer of a served model make together, as long as they are what they were."""
+    """What the parts of a merged layer of a served model make together, as long as they are what they were. Found when
+    the model is loaded: a step that is captured must not make what others read."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: list[nn.Module]) -> None:
         self.whole: Any = None
         self._parts: list[tuple[nn.Module, type]] = []
         self._held: list[tuple[dict[str, Any], str, Any]] = []
         self._tensors: list[tuple[Tensor, int, int]] = []
+        whole = None if _read_once(parts) else _whole_codes(parts) or _whole_weights(parts)
+        if whole is not None:
+            self._keep(parts, whole)
 
-    def holds(self) -> bool:
-        """Whether parts are of their classes and without hooks, and their tensors those that they were."""
+    def holds(self, parts: list[nn.Module]) -> bool:
+        """Whether ``parts`` are these, of their classes and without hooks, and their tensors those that they were."""
         return (
             self.whole is not None
-            and all(type(p) is kind and not (p._forward_hooks or p._forward_pre_hooks) for p, kind in self._parts)
+            and all(
+                p is part and type(p) is kind and not (p._forward_hooks or p._forward_pre_hooks)
+                for part, (p, kind) in zip(parts, self._parts, strict=True)
+            )
             and all(where.get(name) is value for where, name, value in self._held)
             and all(t.data_ptr() == at and t._version == version for t, at, version in self._tensors)
         )
 
-    def keep(self, parts: list[nn.Module], whole: Any) -> None:
+    def _keep(self, parts: list[nn.Module], whole: Any) -> None:
         """Remember ``whole``, where the parts' tensors can be told from others."""
         modules = [m for part in parts for m in part.modules()]
         self._parts = [(p, type(p)) for p in parts]
@@ -331,46 +338,46 @@ def _whole_codes(parts: list[nn.Module]) -> tuple[Stripes, Tensor | None] | None
     return whole, None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
 
 
-def _product_of_codes(x: Tensor, parts: list[nn.Module], known: _Known | None) -> Tensor | None:
+def _product_of_codes(x: Tensor, parts: list[nn.Module], known: _Known | None = None) -> Tensor | None:
     """``x`` [..., k] times packed weights that lie together, with their biases → [..., Σ n_i]; None if they do not."""
     if type(parts[0]) is not PackedLinear or torch.is_grad_enabled():
         return None
-    found: tuple[Stripes, Tensor | None] | None
-    if known is not None and known.holds():
-        found = known.whole
-    elif (found := _whole_codes(parts)) is not None and known is not None:
-        known.keep(parts, found)
+    found = known.whole if known is not None and known.holds(parts) else _whole_codes(parts)
     if found is None:
         return None
     whole, bias = found
     return whole.linear(x.reshape(-1, whole.width), bias).view(*x.shape[:-1], whole.out)
 
 
+def _whole_weights(parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, products.Product] | None:
+    """(weight, bias, product) of layers whose weights lie together; None: they do not, or differ in their products."""
+    product = _product_of(parts)
+    whole = None if product is None else adjacency.adjacent([p.weight for p in parts])  # type: ignore[misc]
+    if product is None or whole is None:
+        return None
+    biases = [p.bias for p in parts]
+    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])  # type: ignore[operator]
+    return whole, bias, product
+
+
 def _merged(
     x: Tensor, parts: list[nn.Module], known: _Known | None = None
 ) -> tuple[Tensor, Tensor | None, products.Product] | None:
     """(weight, bias, product) of merged layers, plain ones' weight in the compute dtype; None if it cannot run."""
-    served = known is not None and not torch.is_grad_enabled()
-    if served and known is not None and known.holds() and type(x) is Tensor:
+    dtype = compute_dtype(x)
+    if known is not None and not torch.is_grad_enabled() and usable(x) and known.holds(parts):
         found: tuple[Tensor, Tensor | None, products.Product] = known.whole
-        if x.is_cuda == found[0].is_cuda and compute_dtype(x) == x.dtype == found[0].dtype:
+        if x.is_cuda == found[0].is_cuda and dtype == found[0].dtype:
             return found
     product = _product_of(parts)
-    if product is None:
+    if product is None or not usable(x, *(p.weight for p in parts), *(p.bias for p in parts)):  # type: ignore[arg-type]
         return None
-    weights, biases = [p.weight for p in parts], [p.bias for p in parts]
-    if not usable(x, *weights, *biases):  # type: ignore[arg-type]
+    made = _whole_weights(parts)
+    if made is None:
         return None
-    whole = adjacency.adjacent(weights)  # type: ignore[arg-type]
-    if whole is None:
-        return None
-    dtype = compute_dtype(x)
-    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(dtype)  # type: ignore[operator]
-    if product in (products.PLAIN, products.SERVED):
-        whole = whole.to(dtype)
-    if served and known is not None:
-        known.keep(parts, (whole, bias, product))
-    return whole, bias, product
+    whole, bias, _ = made
+    bias = None if bias is None else bias.to(dtype)
+    return whole.to(dtype) if product in (products.PLAIN, products.SERVED) else whole, bias, product
 
 
 def project_merged(
