@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +26,19 @@ import torch
 import triton
 
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn.kernels import float8, gemv, gpu, lowbit_matmul, paged_attention, paged_store, ternary_decode
+from ridgeline.nn.kernels import (
+    float8,
+    float8_gated,
+    gemv,
+    gpu,
+    lowbit_matmul,
+    paged_attention,
+    paged_store,
+    ternary_decode,
+)
 from ridgeline.nn.kernels.ahead_of_time import compiling
+from ridgeline.nn.kernels.gather_heads import gather_heads
+from ridgeline.nn.kernels.peaks import GatedGradient, room
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.nn.quant.ternary import Ternary
@@ -116,6 +128,48 @@ def encodings() -> Iterator[Case]:
         for transpose in (True, False):
             yield Case(f"float8 by rows{' also transposed' if transpose else ''} {name}", lambda x=given, t=transpose:
                        float8.encode_rowwise(x(), E4M3, 448.0, t), rows == 16384 and transpose)  # fmt: skip
+
+
+def peaks() -> Iterator[Case]:
+    """Largest magnitudes for float8 codes, found by the kernels that write what is encoded."""
+    meta = torch.device("meta")
+    for wish, (n, inner) in product(("whole", "lines"), ((2048, 8192), (4096, 14336))):
+        name = f"n={n}, {wish}"
+
+        def forward(n=n, wish=wish):
+            found = room(ROWS, n, wish, meta)
+            gpu.rl_add_norm(False, e(ROWS, n, dtype=F32), 0, e(ROWS, n), 0, e(n, dtype=F32), 0, None,
+                            e(ROWS, n, dtype=F32), e(ROWS, n), 0, None, e(ROWS, dtype=F32), ROWS, n, 1e-5,
+                            peaks=found)  # fmt: skip
+
+        def backward(n=n, wish=wish):
+            found = room(ROWS, n, wish, meta)
+            gpu.rl_add_norm_backward(False, e(ROWS, n), 0, e(ROWS, n, dtype=F32), e(ROWS, n, dtype=F32), 0,
+                                     e(n, dtype=F32), 0, None, e(ROWS, dtype=F32), e(ROWS, n, dtype=F32),
+                                     e(n, dtype=F32), None, ROWS, n, low=e(ROWS, n), peaks=found)  # fmt: skip
+
+        quick = (n, wish) == (2048, "lines")
+        yield Case(f"norm with peaks {name}", forward, quick)
+        yield Case(f"norm backward with peaks {name}", backward, quick)
+        both, dy, of = e(ROWS, 2 * inner), e(ROWS, inner), f"n={inner}, {wish}"
+        yield Case(f"swiglu with peaks {of}", lambda x=both, y=dy, w=wish: float8_gated.activate(
+            x, y, room(*y.shape, w, meta)), quick)  # fmt: skip
+        yield Case(f"float8 of swiglu's gradient {of}", lambda x=both, y=dy, w=wish: float8_gated.encode_gated(
+            GatedGradient(y, x), E4M3, 448.0, w), quick)  # fmt: skip
+
+
+def gathered() -> Iterator[Case]:
+    """Gradients of queries, keys and values, laid out by heads, on their way to the merged product."""
+    meta = torch.device("meta")
+    for d, wish in product((64, 128), ("", "whole", "lines")):
+
+        def call(d=d, wish=wish):
+            q, k, v = (e(4, heads, 4096, d).transpose(1, 2) for heads in (32, 8, 8))
+            out = e(4, 4096, 48 * d)
+            found = room(ROWS, 48 * d, wish, meta) if wish else None
+            gather_heads(out, [q, k, v], (e(4096, 1, d), e(4096, 1, d)), 40, found)
+
+        yield Case(f"gather heads of {d}{', ' * bool(wish)}{wish}", call, (d, wish) == (64, "lines"))
 
 
 def products() -> Iterator[Case]:
@@ -222,7 +276,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as", dest="name", default="after", help="the name of these rows in the file")
     args = parser.parse_args()
-    every = (*norms(), *elementwise(), *encodings(), *products(), *writes(), *paged())
+    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *writes(), *paged())
     cases = [c for c in every if args.only in c.label and args.skip not in c.label and (c.quick or not args.quick)]
     rows, start = [], time.time()
     for capability in args.capabilities:

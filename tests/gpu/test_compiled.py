@@ -19,9 +19,13 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "compile_kernels.py"
 
 
 def compiled(folder, *args):
+    return run(SCRIPT, folder, "--json", *args)
+
+
+def run(script, folder, *args):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
-    command = [sys.executable, str(SCRIPT), "--json", *args]
+    command = [sys.executable, str(script), *args]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
@@ -100,11 +104,22 @@ def test_a_float8_code_takes_few_instructions(hopper):
     rows = only(hopper, "float8 by rows also transposed", "_encode_both")
     # Two scales for each number. An H100 writes both codes of 16384x16384 at 2.6 TB/s, as with one scale.
     assert rows["instructions"] / (128 * 64 / (32 * rows["warps"])) < 2 * most(2 + 2)
+    # Of SwiGLU's gradient, two numbers of 6 bytes for each place of a tile: also two scales, and the gradient itself.
+    codes, found = (only(hopper, "swiglu's gradient", kernel) for kernel in ("_encode_gated", "_peaks_of_gated"))
+    assert codes["instructions"] / (2 * 128 * 64 / (32 * codes["warps"])) < 2 * most(3 + 2)
+    assert found["loop"] / (2 * 64 * 64 / (32 * found["warps"])) < 2 * most(3)
 
 
 def test_rows_and_heads_share_a_program(hopper):
     assert only(hopper, "rotate", "_rotate")["grid"] == [16384]  # rows
-    assert only(hopper, "norm backward", "_add_norm_backward")["grid"] == [2 * 132]  # of 512 threads, per processor
+    assert only(hopper, "norm backward rms", "_add_norm_backward")["grid"] == [2 * 132]  # of 512 threads, per processor
+
+
+def test_quick_launches_are_those_of_triton(tmp_path):
+    """All arguments of all launches of a served step: the first, the next, which Triton does not see, and by Triton
+    alone."""
+    found = run(SCRIPT.with_name("host_time.py"), tmp_path, "--check")
+    assert found["launches"] > 8
 
 
 @pytest.mark.nightly

@@ -34,9 +34,9 @@ def serving(model, *plan, **fields):
 
 
 BUDGETS = {
-    "train": ("llama-mini", LOW, {"step": 140}),
-    "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 175}),
-    "train fp8 rowwise": ("llama-mini", [*LOW, "fp8:scaling=rowwise"], {"step": 205}),
+    "train": ("llama-mini", LOW, {"step": 132}),
+    "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 153}),
+    "train fp8 rowwise": ("llama-mini", [*LOW, "fp8:scaling=rowwise"], {"step": 183}),
     "train qft": ("llama-mini", ["flash_attention", "qft"], {"step": 1180}),
     "train moe": ("mixtral-tiny", LOW, {"step": 250}),
     "serve": ("llama-mini", [], {"prefill": 39, "decode": 17, "replayed": 23}),
@@ -105,10 +105,12 @@ def test_predicted_casts_to_fp8_are_those_that_are_launched(traced, scaling):
     e, techniques = resolve(e)
     g = rewritten(training_graph(e), e, techniques)
     casts = [(op.pieces, b.repeat) for b in g.blocks for op in (*b.forward, *b.backward)
-             if op.kind == "cast" and op.name.endswith(("quantize", "encode_weight"))]  # fmt: skip
+             if op.kind == "cast" and op.name.endswith(("quantize", "encode_weight", "peaks"))]  # fmt: skip
     found = traced[name]["step"].operators
-    encoded = {n: count for n, count in found.items() if n.startswith(("peaks", "encode"))}
-    assert sum(pieces * repeat for pieces, repeat in casts) == sum(encoded.values()) == 48
+    # That of gated gradients, which finds peaks, is predicted as the activation's backward pass, which it is.
+    encoded = {n: count for n, count in found.items() if n.startswith(("peaks", "encode")) and n != "peaks_of_gated"}
+    assert sum(pieces * repeat for pieces, repeat in casts) == sum(encoded.values()) == 36
+    assert found["encode_gated"] == found["peaks_of_gated"] == 2
     assert found["_scaled_mm"] == 24
 
 

@@ -231,3 +231,39 @@ def test_chunks_take_the_memory_of_the_hidden_states():
     assert chunk_rows(8192, 128256, 4096) == CHUNK * math.ceil(8192 * 4096 / 128256 / CHUNK)
     for rows, vocab, hidden in ((1, 10, 10), (1000, 50, 100), (4096, 32000, 4096)):
         assert 1 <= chunk_rows(rows, vocab, hidden) <= rows
+
+
+@needs_kernels
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_is_remembered_of_merged_layers_holds_while_they_are_what_they_were(biased):
+    plain, made, _ = pair("biases" if biased else "llama", torch.float32)
+    made.requires_grad_(False)
+    mlp, want = made.layers["0"].mlp, plain.layers["0"].mlp
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    parts = [mlp.gate_proj, mlp.up_proj]
+    known = fused._Known(parts)
+
+    def agree(remembered):
+        assert known.holds([mlp.gate_proj, mlp.up_proj]) == remembered
+        torch.testing.assert_close(fused.expand_merged(mlp, x, known=known), want.expand(want, x))
+
+    with torch.no_grad():
+        agree(True)
+        assert fused._merged(x, parts, known) is known.whole
+        assert fused._merged(x.double(), parts, known)[0].dtype == torch.float64
+        hook = mlp.up_proj.register_forward_hook(lambda *_: None)
+        agree(False)
+        hook.remove()
+        agree(True)
+        assert not copy.deepcopy(known).holds(parts)
+        mlp.up_proj = torch.nn.Sequential(parts[1])  # as an adapter replaces it
+        agree(False)
+        mlp.up_proj = parts[1]
+        weight = mlp.up_proj.weight
+        mlp.up_proj.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        agree(False)
+        mlp.up_proj.weight = weight
+        agree(True)
+        for module in (mlp, want):  # in place: a bias is a copy
+            (module.up_proj.bias if biased else module.up_proj.weight).add_(1)
+        agree(False)

@@ -60,6 +60,8 @@ class Compiled:
     """Copies to shared memory that no thread waits for (cp.async, bulk copies)."""
     loads: dict[int, int] = field(default_factory=dict)
     """Number of loads from global memory, by their bits."""
+    stores: dict[int, int] = field(default_factory=dict)
+    """The same of stores to it."""
     loops: tuple[Loop, ...] = ()
     """The innermost loops, the longest first."""
     seconds: float = 0.0
@@ -76,7 +78,7 @@ class Compiled:
                  "asynchronous", "loop")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "grid": list(self.grid), "loads": {str(bits): n for bits, n in sorted(self.loads.items())},
-            "seconds": round(self.seconds, 2),
+            "stores": {str(bits): n for bits, n in sorted(self.stores.items())}, "seconds": round(self.seconds, 2),
         }  # fmt: skip
 
 
@@ -178,11 +180,13 @@ def _counted(sass: str) -> dict[str, Any]:
         body = [op for at, op, _ in lines if first <= at <= last]
         loops.append(Loop(len(body), sum(bool(_TENSOR.match(op)) for op in body)))
     loads: dict[int, int] = {}
+    stores: dict[int, int] = {}
     for _, op, _ in lines:
         parts = op.split(".")
-        if parts[0] == "LDG":
+        if parts[0] in ("LDG", "STG"):
+            moved = loads if parts[0] == "LDG" else stores
             bits = next((b for p in parts for b in (128, 64, 16, 8) if p in (str(b), f"U{b}", f"S{b}")), 32)
-            loads[bits] = loads.get(bits, 0) + 1
+            moved[bits] = moved.get(bits, 0) + 1
         elif parts[0] == "LDGSTS":
             bits = next((b for p in parts for b in (128, 64) if p == str(b)), 32)
             loads[bits] = loads.get(bits, 0) + 1
@@ -191,5 +195,6 @@ def _counted(sass: str) -> dict[str, Any]:
         "tensor": sum(bool(_TENSOR.match(op)) for _, op, _ in lines),
         "asynchronous": sum(bool(_ASYNCHRONOUS.match(op)) for _, op, _ in lines),
         "loads": loads,
+        "stores": stores,
         "loops": tuple(sorted(loops, key=lambda loop: -loop.instructions)),
     }

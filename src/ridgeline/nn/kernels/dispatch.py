@@ -33,22 +33,32 @@ def has_float8(device: torch.device) -> bool:
 
 def usable(*tensors: Tensor | None) -> bool:
     """Whether the kernels support these tensors: plain tensors on one kind of device, of a supported dtype."""
-    given = [t for t in tensors if t is not None]
-    kinds = {t.device.type for t in given}
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in TYPES for t in given)
-    if len(kinds) != 1 or not plain:
+    cuda: bool | None = None
+    for t in tensors:  # in a loop that ends early: it is asked several times a layer
+        if t is None:
+            continue
+        if type(t) not in (Tensor, torch.nn.Parameter) or t.dtype not in TYPES:
+            return False
+        here = t.is_cuda
+        if not here and not t.is_cpu:
+            return False
+        if cuda is None:
+            cuda = here
+        if cuda != here or (here and t.dtype == torch.float64):
+            return False
+    if cuda is None:
         return False
-    if kinds == {"cuda"}:
-        return has_triton() and all(t.dtype != torch.float64 for t in given)
-    return kinds == {"cpu"} and native.library() is not None
+    return has_triton() if cuda else native.library() is not None
 
 
-def call(name: str, *args: Any, columns: int = 0) -> Any:
-    """Call a kernel on the device of its tensors; see ``cpu.cpp`` for the arguments. ``columns``: of a row that a GPU's
-    thread block holds at a time, for norms and softmax; 0: all of them. A CPU's kernels walk rows in any case."""
-    device = next(a.device.type for a in args if isinstance(a, Tensor))
-    if device == "cuda":
+def call(name: str, *args: Any, **more: Any) -> Any:
+    """Call a kernel on the device of its tensors; see ``cpu.cpp`` for the arguments. ``more``, which is left out where
+    it is None or 0, is for a GPU's (:mod:`~ridgeline.nn.kernels.gpu`): ``columns`` of a row that a thread block holds
+    at a time, for norms and softmax, all of them if 0 (a CPU's kernels walk rows in any case); and what is found or
+    written beside results."""
+    if next(a for a in args if isinstance(a, Tensor)).is_cuda:
         from ridgeline.nn.kernels import gpu
 
-        return gpu.call(name, *args, **({"columns": columns} if columns else {}))
+        given = {k: v for k, v in more.items() if not (v is None or (isinstance(v, int) and v == 0))}
+        return gpu.call(name, *args, **given)
     return native.call(name, *args)

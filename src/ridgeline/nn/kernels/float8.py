@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.gpu import magnitudes
+from ridgeline.nn.kernels.peaks import Peaks, room
 
 BLOCK = 4096
 TALL, WIDE = 128, 64
@@ -35,12 +37,20 @@ def _peaks(x, peaks, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scale(bits, LARGEST: tl.constexpr, POWER: tl.constexpr):
-    """What brings magnitudes, given as bits, to ``LARGEST``; with ``POWER`` rounded down to a power of two."""
+def _scale(bits, LARGEST: tl.constexpr):
+    """What brings a magnitude, given as bits, to ``LARGEST``."""
     peak = bits.to(tl.float32, bitcast=True)
     scale = tl.minimum(LARGEST / tl.where(bits > 0, peak, 1.0), 1152921504606846976.0)  # 2^60
-    if POWER:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(bits > 0, scale, 1.0)
+    return tl.where(bits >= 0x7F800000, float("nan"), scale)
+
+
+@triton.jit
+def _power(bits, LARGEST: tl.constexpr):
+    """The same rounded down to a power of two: what differs between the two numbers' bits has the logarithm of their
+    ratio, rounded down, where numbers have their exponents. By it no magnitude exceeds ``LARGEST``."""
+    most = tl.full([], LARGEST, tl.float32).to(tl.int32, bitcast=True)
+    scale = ((tl.minimum(most - bits, 60 << 23) + (127 << 23)) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(bits > 0, scale, 1.0)
     return tl.where(bits >= 0x7F800000, float("nan"), scale)
 
@@ -52,16 +62,11 @@ def _scaled(value, scale, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _magnitudes(value):
-    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def _encode(x, peaks, codes, scales, n, count, LARGEST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
             ALIGNED: tl.constexpr):  # fmt: skip
     """``codes`` of x, and ``scales``: what values were multiplied by, and its inverse."""
     part = tl.arange(0, PARTS)
-    scale = _scale(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST, False)
+    scale = _scale(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST)
     if tl.program_id(0) == 0:
         tl.store(scales, scale)
         tl.store(scales + ALIGNED, 1.0 / scale)
@@ -75,7 +80,7 @@ def _encode_transposed(x, peaks, codes, transposed, scales, rows, columns, count
                        PARTS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     """The same of a tile of x [rows, columns], also transposed: ``transposed`` [columns, rows]."""
     part = tl.arange(0, PARTS)
-    scale = _scale(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST, False)
+    scale = _scale(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(scales, scale)
         tl.store(scales + ALIGNED, 1.0 / scale)
@@ -96,14 +101,14 @@ def _encode_rows(x, codes, inverse, rows, columns, LARGEST: tl.constexpr, TALL: 
     for start in range(0, columns, WIDE):
         j = start + tl.arange(0, WIDE)
         inside = (i < rows)[:, None] & (j < columns)[None, :]
-        bits = _magnitudes(tl.load(x + i[:, None] * columns + j[None, :], inside, other=0.0))
+        bits = magnitudes(tl.load(x + i[:, None] * columns + j[None, :], inside, other=0.0))
         most = tl.maximum(most, tl.max(bits, 1))
-    scale = _scale(most, LARGEST, True)
+    scale = _power(most, LARGEST)
     tl.store(inverse + i, 1.0 / scale, i < rows)
     for start in range(0, columns, WIDE):
         j = start + tl.arange(0, WIDE)
         at, inside = i[:, None] * columns + j[None, :], (i < rows)[:, None] & (j < columns)[None, :]
-        code = _scaled(tl.load(x + at, inside, other=0.0), scale[:, None], LARGEST)
+        code = tl.load(x + at, inside, other=0.0).to(tl.float32) * scale[:, None]
         tl.store(codes + at, code.to(codes.dtype.element_ty), inside)
 
 
@@ -113,7 +118,7 @@ def _peaks_of_both(x, row_peaks, column_peaks, rows, columns, TALL: tl.constexpr
     i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     j = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     inside = (i < rows)[:, None] & (j < columns)[None, :]
-    bits = _magnitudes(tl.load(x + i[:, None] * columns + j[None, :], inside, other=0.0))
+    bits = magnitudes(tl.load(x + i[:, None] * columns + j[None, :], inside, other=0.0))
     tl.atomic_max(row_peaks + i, tl.max(bits, 1), i < rows, sem="relaxed")
     tl.atomic_max(column_peaks + j, tl.max(bits, 0), j < columns, sem="relaxed")
 
@@ -125,28 +130,29 @@ def _encode_both(x, codes, transposed, inverse, transposed_inverse, row_peaks, c
     scales' inverses [rows] and [columns]."""
     i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     j = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    row_scale = _scale(tl.load(row_peaks + i, i < rows, other=0), LARGEST, True)
-    column_scale = _scale(tl.load(column_peaks + j, j < columns, other=0), LARGEST, True)
+    row_scale = _power(tl.load(row_peaks + i, i < rows, other=0), LARGEST)
+    column_scale = _power(tl.load(column_peaks + j, j < columns, other=0), LARGEST)
     if tl.program_id(1) == 0:
         tl.store(inverse + i, 1.0 / row_scale, i < rows)
     if tl.program_id(0) == 0:
         tl.store(transposed_inverse + j, 1.0 / column_scale, j < columns)
     at, inside = i[:, None] * columns + j[None, :], (i < rows)[:, None] & (j < columns)[None, :]
     value = tl.load(x + at, inside, other=0.0)
-    tl.store(codes + at, _scaled(value, row_scale[:, None], LARGEST).to(codes.dtype.element_ty), inside)
-    code = _scaled(value, column_scale[None, :], LARGEST).to(codes.dtype.element_ty)
+    tl.store(codes + at, (value.to(tl.float32) * row_scale[:, None]).to(codes.dtype.element_ty), inside)
+    code = (value.to(tl.float32) * column_scale[None, :]).to(codes.dtype.element_ty)
     there = (j < columns)[:, None] & (i < rows)[None, :]
     tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(code), there)
 
 
-def encode(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+def encode(x: Tensor, dtype: torch.dtype, largest: float, known: Peaks | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of ``x`` in ``dtype``, whose largest value is ``largest``; the scale that brings the largest magnitude of
-    ``x`` to that, and its inverse (fp32 scalars). As :func:`ridgeline.nn.quant.codec.quantize`."""
+    ``x`` to that, and its inverse (fp32 scalars). As :func:`ridgeline.nn.quant.codec.quantize`. ``known``: peaks of
+    ``x``, of the whole."""
     x = x.contiguous()
     n = x.numel()
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(2 * ALIGNED, dtype=torch.float32, device=x.device)
-    peaks = _peaks_of(x)
+    peaks = _peaks_of(x) if known is None else known.first
     parts = len(peaks)
     _encode[(triton.cdiv(n, BLOCK),)](x, peaks, codes, scales, n, parts, largest, triton.next_power_of_2(parts), BLOCK,
                                       ALIGNED, num_warps=8)  # fmt: skip
@@ -162,16 +168,19 @@ def _peaks_of(x: Tensor) -> Tensor:
     return peaks
 
 
-def encode_transposed(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of ``x`` [m, k], the same transposed [k, m], and the inverse of their scale (fp32 scalar)."""
+def encode_transposed(
+    x: Tensor, dtype: torch.dtype, largest: float, known: Peaks | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of ``x`` [m, k], the same transposed [k, m], and the inverse of their scale (fp32 scalar). ``known``: peaks
+    of ``x``, of the whole."""
     x = x.contiguous()
     rows, columns = x.shape
     if rows % 16 and x.dtype == torch.float32:  # which Triton 3.6 transposes wrong on Hopper
-        codes, _, inverse = encode(x, dtype, largest)
+        codes, _, inverse = encode(x, dtype, largest, known)
         return codes, codes.t().contiguous(), inverse
     codes, transposed = _pair(x, dtype)
     scales = torch.empty(2 * ALIGNED, dtype=torch.float32, device=x.device)
-    peaks = _peaks_of(x)
+    peaks = _peaks_of(x) if known is None else known.first
     parts = len(peaks)
     grid = (triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
     _encode_transposed[grid](x, peaks, codes, transposed, scales, rows, columns, parts, largest,
@@ -180,10 +189,11 @@ def encode_transposed(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Te
 
 
 def encode_rowwise(
-    x: Tensor, dtype: torch.dtype, largest: float, transpose: bool
+    x: Tensor, dtype: torch.dtype, largest: float, transpose: bool, known: Peaks | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Codes of ``x`` [m, k] with a power of two for each row, and the inverses of these scales [m, 1]; with
-    ``transpose`` also transposed codes [k, m] with one for each column, and the inverses of those [k, 1]."""
+    ``transpose`` also transposed codes [k, m] with one for each column, and the inverses of those [k, 1], by the peaks
+    of rows and columns if these are ``known``."""
     x = x.contiguous()
     rows, columns = x.shape
     inverse = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
@@ -197,11 +207,12 @@ def encode_rowwise(
         return codes, inverse, None, None
     codes, transposed = _pair(x, dtype)
     transposed_inverse = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
-    peaks = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
     grid = (triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
-    _peaks_of_both[grid](x, peaks, peaks[rows:], rows, columns, TALL, WIDE, num_warps=8)
-    _encode_both[grid](x, codes, transposed, inverse, transposed_inverse, peaks, peaks[rows:], rows, columns, largest,
-                       TALL, WIDE, num_warps=8)  # fmt: skip
+    peaks = room(rows, columns, "lines", x.device) if known is None else known
+    if known is None:
+        _peaks_of_both[grid](x, *peaks, rows, columns, TALL, WIDE, num_warps=8)
+    _encode_both[grid](x, codes, transposed, inverse, transposed_inverse, *peaks, rows, columns, largest, TALL, WIDE,
+                       num_warps=8)  # fmt: skip
     return codes, inverse, transposed, transposed_inverse
 
 

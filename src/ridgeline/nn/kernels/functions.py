@@ -6,6 +6,7 @@ Each computes in float32 (float64 for float64 inputs) and writes the dtype that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 
+from ridgeline.nn.kernels import peaks
 from ridgeline.nn.kernels.backends import GatedKernel
 from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
+from ridgeline.nn.kernels.peaks import GatedGradient, Peaks, Wish
 from ridgeline.nn.kernels.products import PLAIN, Product, linear
 from ridgeline.nn.model.loss import IGNORE
 
@@ -27,30 +30,40 @@ def _wide(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
+def _normed(x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool,
+            out_dtype: torch.dtype, columns: int,
+            found: Peaks | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(sum, norm of it, 1 / standard deviation of each row, mean of each row of a LayerNorm)."""
+    x = x.contiguous()
+    update = None if update is None else update.contiguous()
+    wide = _wide(x)
+    size = x.shape[-1]
+    rows = x.numel() // size
+    total = x if update is None else torch.empty_like(x)
+    y = torch.empty_like(x, dtype=out_dtype)
+    rstd = torch.empty(rows, dtype=wide, device=x.device)
+    mean = torch.empty_like(rstd) if centered else None
+    call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update,
+         TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y,
+         TYPES[y.dtype], mean, rstd, rows, size, float(eps), columns=columns, peaks=found)  # fmt: skip
+    return total, y, rstd, mean
+
+
 class _AddNorm(torch.autograd.Function):
     """(x + update, norm(x + update)) in one pass each way; without an update, (x, norm(x)).
 
     RMSNorm (``centered`` False) or LayerNorm. Saves the sum and one or two numbers per row, as the plain norms do; in
-    backward the gradient that reaches the sum by another way is added before it is written.
+    backward the gradient that reaches the sum by another way is added before it is written. ``found`` receives the
+    peaks of the norm; ``wish``: of which peaks the update's gradient has.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-                centered: bool, out_dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:  # fmt: skip
-        x = x.contiguous()
-        update = None if update is None else update.contiguous()
-        wide = _wide(x)
-        size = x.shape[-1]
-        rows = x.numel() // size
-        total = x if update is None else torch.empty_like(x)
-        y = torch.empty_like(x, dtype=out_dtype)
-        rstd = torch.empty(rows, dtype=wide, device=x.device)
-        mean = torch.empty_like(rstd) if centered else None
-        call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update,
-             TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y,
-             TYPES[y.dtype], mean, rstd, rows, size, float(eps), columns=columns)  # fmt: skip
+                centered: bool, out_dtype: torch.dtype, columns: int, found: Peaks | None,
+                wish: Wish) -> tuple[Tensor, Tensor]:  # fmt: skip
+        total, y, rstd, mean = _normed(x, update, weight, bias, eps, centered, out_dtype, columns, found)
         ctx.save_for_backward(total, weight, rstd, mean)
-        ctx.columns = columns
+        ctx.columns, ctx.wish = columns, wish
         ctx.update_dtype = None if update is None else update.dtype
         ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
@@ -60,6 +73,7 @@ class _AddNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, rstd, mean = ctx.saved_tensors
+        low = None
         if dy is None:
             dx = d_total
             dw = db = None
@@ -69,12 +83,17 @@ class _AddNorm(torch.autograd.Function):
             dx = torch.empty_like(total)
             dw = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
             db = torch.empty_like(weight) if ctx.has_bias and ctx.needs_input_grad[3] else None
+            if ctx.update_dtype not in (None, dx.dtype) and peaks.on_gpu(dx):
+                low = torch.empty_like(dx, dtype=ctx.update_dtype)
+            found = None if ctx.update_dtype is None or ctx.columns else peaks.wanted(dx, ctx.wish)
             call("rl_add_norm_backward", total.dtype == torch.float64, dy, TYPES[dy.dtype], d_total, total,
                  TYPES[total.dtype], weight, TYPES[weight.dtype], mean, rstd, dx, dw, db, rstd.numel(),
-                 total.shape[-1], columns=ctx.columns)  # fmt: skip
+                 total.shape[-1], columns=ctx.columns, low=low, peaks=found)  # fmt: skip
+            peaks.note(dx if low is None else low, found)
         assert dx is not None
-        d_update = None if ctx.update_dtype is None else dx.to(ctx.update_dtype)
-        return dx, d_update, dw, db, None, None, None, None
+        if low is None and ctx.update_dtype is not None:
+            low = dx.to(ctx.update_dtype)
+        return dx, low, dw, db, None, None, None, None, None, None
 
 
 class _Norm(torch.autograd.Function):
@@ -82,8 +101,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool,
-                out_dtype: torch.dtype, columns: int) -> Tensor:  # fmt: skip
-        _, y = _AddNorm.forward(ctx, x, None, weight, bias, eps, centered, out_dtype, columns)
+                out_dtype: torch.dtype, columns: int, found: Peaks | None) -> Tensor:  # fmt: skip
+        _, y = _AddNorm.forward(ctx, x, None, weight, bias, eps, centered, out_dtype, columns, found, "")
         ctx.set_materialize_grads(True)
         return y
 
@@ -98,7 +117,17 @@ class _Norm(torch.autograd.Function):
         call("rl_add_norm_backward", total.dtype == torch.float64, dy, TYPES[dy.dtype], None, total,
              TYPES[total.dtype], weight, TYPES[weight.dtype], mean, rstd, dx, dw, db, rstd.numel(),
              total.shape[-1], columns=ctx.columns)  # fmt: skip
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
+
+
+def _activated(x: Tensor, bias: Tensor | None, activation: str, found: Peaks | None = None) -> Tensor:
+    """The result of :class:`_BiasActivation`."""
+    width = x.shape[-1] // (2 if activation == "silu" else 1)
+    y = x.new_empty(*x.shape[:-1], width)
+    call("rl_activation", x.dtype == torch.float64, x, TYPES[x.dtype], bias,
+         TYPES[x.dtype if bias is None else bias.dtype], y, y.numel() // width, width,
+         ACTIVATION_KINDS[activation], peaks=found)  # fmt: skip
+    return y
 
 
 class _BiasActivation(torch.autograd.Function):
@@ -109,13 +138,9 @@ class _BiasActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        kind = ACTIVATION_KINDS[activation]
-        width = x.shape[-1] // (2 if activation == "silu" else 1)
-        y = x.new_empty(*x.shape[:-1], width)
-        call("rl_activation", x.dtype == torch.float64, x, TYPES[x.dtype], bias,
-             TYPES[x.dtype if bias is None else bias.dtype], y, y.numel() // width, width, kind)  # fmt: skip
+        y = _activated(x, bias, activation)
         ctx.save_for_backward(x, bias)
-        ctx.kind = kind
+        ctx.kind = ACTIVATION_KINDS[activation]
         return y
 
     @staticmethod
@@ -133,20 +158,22 @@ def _activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor,
          TYPES[x.dtype if bias is None else bias.dtype], dx, db, dy.numel() // width, width, kind)  # fmt: skip
 
 
-def _trained(parts: tuple[Tensor | None, ...]) -> bool:
+def _trained(parts: Sequence[Tensor | None]) -> bool:
     """Whether the weights of a merged product train: all of them do, or none."""
     return parts[0] is not None and parts[0].requires_grad
 
 
 def _product_gradients(
-    product: Product, d: Tensor, kept: tuple[Tensor | None, ...], weights: list[Tensor], biases: list[Tensor | None]
-) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+    product: Product, d: Tensor | GatedGradient, kept: Sequence[Tensor | None], weights: list[Tensor],
+    biases: list[Tensor | None],
+) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """dx [rows, k], and the gradients of the parts of a merged product, from ``d`` [rows, Σ n_i]."""
     sizes = [p.shape[0] for p in weights]
     db: list[Tensor | None] = [None] * len(sizes)
     dx, whole = product.backward(d, kept, weights[0])
     dw: list[Tensor | None] = [None] * len(sizes) if whole is None else list(whole.split(sizes))
     if biases[0] is not None and biases[0].requires_grad:
+        assert isinstance(d, Tensor)
         db = list(d.sum(0, dtype=_wide(d)).to(biases[0].dtype).split(sizes))
     return dx, dw, db
 
@@ -154,22 +181,17 @@ def _product_gradients(
 class _GatedLinear(torch.autograd.Function):
     """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is the combined [Wg; Wu];
     ``kernel`` computes the activation, None: ours. ``grad``: whether gradients are recorded, which only the caller
-    knows.
+    knows. ``found`` receives the result's peaks.
 
     Saves x and the product. Its backward pass overwrites the product with its gradient, unless the graph is retained:
-    a pipeline that delays weights' gradients runs it twice.
+    a pipeline that delays weights' gradients runs it twice. Products that encode the gradient make its codes instead.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, kernel: GatedKernel | None, product: Product,
-                grad: bool, *parts: Tensor | None) -> Tensor:  # fmt: skip
+                grad: bool, found: Peaks | None, *parts: Tensor | None) -> Tensor:  # fmt: skip
         both, kept = product.forward(x, merged, bias, grad and _trained(parts), grad and any(ctx.needs_input_grad))
-        if kernel is not None:
-            y = kernel.forward(both)
-        else:
-            y = x.new_empty(x.shape[0], both.shape[1] // 2)
-            call("rl_activation", x.dtype == torch.float64, both, TYPES[both.dtype], None, TYPES[both.dtype], y,
-                 y.shape[0], y.shape[1], 0)  # fmt: skip
+        y = _activated(both, None, "silu", found) if kernel is None else kernel.forward(both)
         ctx.save_for_backward(both, *parts, *kept)
         ctx.kernel, ctx.product = kernel, product
         return y
@@ -178,6 +200,11 @@ class _GatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         both, *parts = ctx.saved_tensors
+        rest = parts[4:], parts[:2], parts[2:4]
+        biased = parts[2] is not None and parts[2].requires_grad
+        if ctx.kernel is None and not biased and ctx.product.encodes_gated(both, _trained(parts)):
+            dx, dw, db = _product_gradients(ctx.product, GatedGradient(dy.contiguous(), both), *rest)
+            return dx, None, None, None, None, None, None, *dw, *db
         if _get_current_graph_task_keep_graph():
             both = both.clone()
         if ctx.kernel is not None:
@@ -185,8 +212,8 @@ class _GatedLinear(torch.autograd.Function):
         else:
             _activation_backward(dy.contiguous(), both, None, both, None, 0)
         both[:0].zero_()  # tells autograd that it was written to, so that a second backward is refused
-        dx, dw, db = _product_gradients(ctx.product, both, parts[4:], parts[:2], parts[2:4])
-        return dx, None, None, None, None, None, *dw, *db
+        dx, dw, db = _product_gradients(ctx.product, both, *rest)
+        return dx, None, None, None, None, None, None, *dw, *db
 
 
 class _QKV(torch.autograd.Function):
@@ -216,11 +243,18 @@ class _QKV(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, *parts = ctx.saved_tensors
         d = grads[0].new_empty(*grads[0].shape[:2], sum(ctx.sizes))
-        for part, g in zip(d.split(ctx.sizes, -1), grads, strict=True):
-            part.unflatten(-1, (-1, ctx.head_dim)).copy_(g)
-        if cos is not None:
-            _rotate(d, cos, sin, ctx.turned, ctx.head_dim, -1)
-        dx, dw, db = _product_gradients(ctx.product, d.flatten(0, 1), parts[6:], parts[:3], parts[3:6])
+        if peaks.on_gpu(d) and d.numel() and ctx.head_dim % 2 == 0 and len({g.dtype for g in grads}) == 1:
+            found = peaks.wanted(d, ctx.product.wish)
+            rope = None if cos is None else (cos, sin)
+            call("rl_gather_heads", d, list(grads), rope, ctx.turned, peaks=found)
+            peaks.note(d, found)
+        else:
+            for part, g in zip(d.split(ctx.sizes, -1), grads, strict=True):
+                part.unflatten(-1, (-1, ctx.head_dim)).copy_(g)
+            if cos is not None:
+                _rotate(d, cos, sin, ctx.turned, ctx.head_dim, -1)
+        rows = peaks.shared(d, d.flatten(0, 1))
+        dx, dw, db = _product_gradients(ctx.product, rows, parts[6:], parts[:3], parts[3:6])
         return dx.view(ctx.x_shape), None, None, None, None, None, None, *dw, *db
 
 
@@ -383,31 +417,52 @@ def adamw_(low: Tensor | None, master: Tensor, grad: Tensor, m: Tensor, v: Tenso
 
 
 def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool,
-             dtype: torch.dtype, columns: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(x + update, norm of that in ``dtype``), both [..., size]."""
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, weight, bias, eps, centered, dtype, columns)  # type: ignore[no-untyped-call]
-    return out
+             dtype: torch.dtype, columns: int = 0, wish: Wish = "",
+             update_wish: Wish = "") -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(x + update, norm of that in ``dtype``), both [..., size]. Of which peaks the norm has, if gradients are recorded
+    (``wish``), and the update's gradient."""
+    if not torch.is_grad_enabled():  # without autograd's bookkeeping, which takes the host longer than the rest
+        return _normed(x, update, weight, bias, eps, centered, dtype, columns)[:2]
+    found = _found(x, wish, columns)
+    total, y = _AddNorm.apply(x, update, weight, bias, eps, centered, dtype, columns, found, update_wish)  # type: ignore[no-untyped-call]
+    return total, peaks.note(y, found)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, dtype: torch.dtype,
-         columns: int = 0) -> Tensor:  # fmt: skip
-    """LayerNorm (``centered``) or RMSNorm of x [..., size] in ``dtype``."""
-    y: Tensor = _Norm.apply(x, weight, bias, eps, centered, dtype, columns)  # type: ignore[no-untyped-call]
-    return y
+         columns: int = 0, wish: Wish = "") -> Tensor:  # fmt: skip
+    """LayerNorm (``centered``) or RMSNorm of x [..., size] in ``dtype``, with peaks as :func:`add_norm`."""
+    if not torch.is_grad_enabled():
+        return _normed(x, None, weight, bias, eps, centered, dtype, columns)[1]
+    found = _found(x, wish, columns)
+    y: Tensor = _Norm.apply(x, weight, bias, eps, centered, dtype, columns, found)  # type: ignore[no-untyped-call]
+    return peaks.note(y, found)
+
+
+def _found(x: Tensor, wish: Wish, columns: int) -> Peaks | None:
+    return peaks.wanted(x, wish) if wish and not columns else None
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """activation(x + bias), x [..., width]; or silu(gate) · up [..., width] of x = [gate | up]."""
+    if not torch.is_grad_enabled():
+        return _activated(x, bias, activation)
     y: Tensor = _BiasActivation.apply(x, bias, activation)  # type: ignore[no-untyped-call]
     return y
 
 
 def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Tensor | None],
-                 kernel: GatedKernel | None = None, product: Product = PLAIN) -> Tensor:  # fmt: skip
-    """SwiGLU of x [rows, k] → [rows, f]. ``parts``: gate and up weights (of which ``merged`` is made), then biases."""
+                 kernel: GatedKernel | None = None, product: Product = PLAIN, wish: Wish = "") -> Tensor:  # fmt: skip
+    """SwiGLU of x [rows, k] → [rows, f]. ``parts``: gate and up weights (of which ``merged`` is made), then biases.
+    ``wish``: of which peaks the result has, if gradients are recorded and ours computes it."""
     grad = torch.is_grad_enabled()
-    y: Tensor = _GatedLinear.apply(x, merged, bias, kernel, product, grad, *parts)  # type: ignore[no-untyped-call]
-    return y
+    if not grad:
+        both, _ = product.forward(x, merged, bias, False, False)
+        return _activated(both, None, "silu") if kernel is None else kernel.forward(both)
+    found = None
+    if wish and kernel is None and x.numel() and peaks.on_gpu(x):
+        found = peaks.room(x.shape[0], merged.shape[0] // 2, wish, x.device)
+    y: Tensor = _GatedLinear.apply(x, merged, bias, kernel, product, grad, found, *parts)  # type: ignore[no-untyped-call]
+    return peaks.note(y, found)
 
 
 def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tuple[Tensor, Tensor] | None,
@@ -415,6 +470,14 @@ def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tup
     """Rotated queries and keys, and values, of x [B, S, k]: [B, S, heads, D]. ``parts``: three weights, three
     biases."""
     grad = torch.is_grad_enabled()
+    if not grad:
+        out, _ = product.forward(x, merged, bias, False, False)
+        sizes = [p.shape[0] for p in parts[:3] if p is not None]
+        if rope is not None:
+            _rotate(out, rope[0], rope[1], (sizes[0] + sizes[1]) // head_dim, head_dim, 1)
+        heads = out.unflatten(-1, (-1, head_dim))
+        q, k, v = heads.split([n // head_dim for n in sizes], -2)
+        return q, k, v
     q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, product, grad, *parts)  # type: ignore[no-untyped-call]
     return q, k, v
 

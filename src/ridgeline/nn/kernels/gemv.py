@@ -16,12 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.nn.kernels.quick import blocks, quick
+
 ROWS, BLOCK, WARPS, STAGES = 8, 512, 4, 3
 """Rows of the weight for a program, inputs of a block, warps, and blocks in flight."""
 ALIGNED = 8
 """Inputs of which a weight must have a multiple, so that all of its rows are read 128 bits at a time."""
 
 
+@quick
 @triton.jit
 def _product_of_row(x, w, bias, y, n, parts, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                     BLOCK: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
@@ -52,7 +55,7 @@ def product_of_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     (bf16 or fp16), k a multiple of ``ALIGNED``."""
     n, k = weight.shape
     y = torch.empty(*x.shape[:-1], n, dtype=weight.dtype, device=weight.device)
-    _product_of_row[triton.cdiv(n, ROWS),](
+    _product_of_row[blocks(n, ROWS),](
         x, weight, y if bias is None else bias, y, n, k // ALIGNED, bias is not None, k % BLOCK == 0, ROWS, BLOCK,
         ALIGNED, STAGES, num_warps=WARPS,
     )  # fmt: skip

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.quick import blocks, power, quick
 
 BLOCK = 1024
 RESIDENT = 1024
@@ -24,9 +25,15 @@ RESIDENT = 1024
 
 
 @triton.jit
-def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTERD: tl.constexpr,
-              HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+def magnitudes(value):
+    """As bits, in whose order NaN is above infinity."""
+    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _norm_of_row(row, x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTERD: tl.constexpr,
+                 HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """Writes a row's norm, and returns it as written; zeros beyond its end."""
     at = tl.arange(0, SIZE)
     inside = at < n
     r = tl.load(x + row * n + at, inside, other=0.0).to(tl.float32)
@@ -46,7 +53,36 @@ def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.co
     out = centered * rstd * weight.to(tl.float32)
     if HAS_BIAS:
         out += tl.load(b + at, inside, other=0.0).to(tl.float32)
-    tl.store(y + row * n + at, out.to(y.dtype.element_ty), inside)
+    rounded = out.to(y.dtype.element_ty)
+    tl.store(y + row * n + at, rounded, inside)
+    return rounded
+
+
+@quick
+@triton.jit
+def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTERD: tl.constexpr,
+              HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    _norm_of_row(row, x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD, CENTERD, HAS_BIAS, SIZE)
+
+
+@triton.jit
+def _add_norm_peaks(x, add, w, b, total, y, mean_out, rstd_out, first, most_of_columns, rows, n, eps,
+                    HAS_ADD: tl.constexpr, CENTERD: tl.constexpr, HAS_BIAS: tl.constexpr, LINES: tl.constexpr,
+                    SIZE: tl.constexpr):  # fmt: skip
+    """The same of several rows, with the largest magnitudes of what is written (:mod:`~ridgeline.nn.kernels.peaks`)."""
+    at = tl.arange(0, SIZE)
+    most = tl.zeros([SIZE], tl.int32)
+    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        bits = magnitudes(_norm_of_row(row, x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD, CENTERD,
+                                       HAS_BIAS, SIZE))  # fmt: skip
+        most = tl.maximum(most, bits)
+        if LINES:
+            tl.store(first + row, tl.max(bits, 0))
+    if LINES:
+        tl.atomic_max(most_of_columns + at, most, at < n, sem="relaxed")
+    else:
+        tl.store(first + tl.program_id(0), tl.max(most, 0))
 
 
 @triton.jit
@@ -89,14 +125,19 @@ def _add_norm_folded(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD
 
 
 @triton.jit
-def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HAS_SUM: tl.constexpr,
-                       CENTERD: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, low, peaks, most_of_columns, rows, n,
+                       HAS_SUM: tl.constexpr, CENTERD: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOW: tl.constexpr,
+                       PEAKS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """``low``: ``dx`` in another dtype. ``PEAKS``: the largest magnitudes of that are found, of the whole (1) or of
+    rows and columns (2)."""
     first = tl.program_id(0).to(tl.int64)  # so that offsets do not overflow
     at = tl.arange(0, SIZE)
     inside = at < n
     sum_w = tl.zeros([SIZE], tl.float32)
     if HAS_BIAS:
         sum_b = tl.zeros([SIZE], tl.float32)
+    if PEAKS:
+        most = tl.zeros([SIZE], tl.int32)
     for i in range(first, rows, tl.num_programs(0)):
         start = i * n
         g = tl.load(dy + start + at, inside, other=0.0).to(tl.float32)
@@ -118,9 +159,20 @@ def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HA
         if HAS_SUM:
             out += tl.load(dsum + start + at, inside, other=0.0).to(tl.float32)
         tl.store(dx + start + at, out.to(dx.dtype.element_ty), inside)
+        if HAS_LOW:
+            tl.store(low + start + at, out.to(dx.dtype.element_ty).to(low.dtype.element_ty), inside)
+        if PEAKS:
+            bits = magnitudes(out.to(dx.dtype.element_ty).to(low.dtype.element_ty))
+            most = tl.maximum(most, bits)
+            if PEAKS == 2:
+                tl.store(peaks + i, tl.max(bits, 0))
     tl.store(dw + first * n + at, sum_w, inside)
     if HAS_BIAS:
         tl.store(db + first * n + at, sum_b, inside)
+    if PEAKS == 2:
+        tl.atomic_max(most_of_columns + at, most, inside, sem="relaxed")
+    elif PEAKS == 1:
+        tl.store(peaks + first, tl.max(most, 0))
 
 
 @triton.jit
@@ -179,6 +231,7 @@ def _tanh(x):
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
+@quick
 @triton.jit
 def _activation(x, bias, y, n, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -197,6 +250,14 @@ def _activation(x, bias, y, n, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE
 
 
 @triton.jit
+def swiglu_gradients(d, gate, up):
+    """Of gate and up, from the gradient ``d`` of silu(gate) · up."""
+    sig = tl.sigmoid(gate)
+    silu = gate * sig
+    return d * up * (sig + silu * (1.0 - sig)), d * silu
+
+
+@triton.jit
 def _activation_backward(dy, x, bias, dx, n, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -205,10 +266,9 @@ def _activation_backward(dy, x, bias, dx, n, GATED: tl.constexpr, HAS_BIAS: tl.c
     if GATED:
         g = tl.load(x + row * 2 * n + at, inside, other=0.0).to(tl.float32)
         u = tl.load(x + row * 2 * n + n + at, inside, other=0.0).to(tl.float32)
-        sig = tl.sigmoid(g)
-        silu = g * sig
-        tl.store(dx + row * 2 * n + at, (d * u * (sig + silu * (1.0 - sig))).to(dx.dtype.element_ty), inside)
-        tl.store(dx + row * 2 * n + n + at, (d * silu).to(dx.dtype.element_ty), inside)
+        of_gate, of_up = swiglu_gradients(d, g, u)
+        tl.store(dx + row * 2 * n + at, of_gate.to(dx.dtype.element_ty), inside)
+        tl.store(dx + row * 2 * n + n + at, of_up.to(dx.dtype.element_ty), inside)
     else:
         v = tl.load(x + row * n + at, inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
@@ -285,6 +345,7 @@ def _softmax_backward_folded(d, p, n, scale, SIZE: tl.constexpr):
         tl.store(d + at, out.to(d.dtype.element_ty), inside)
 
 
+@quick
 @triton.jit
 def _rotate(x, cosine, sine, width, d, count, period, sign, HEADS: tl.constexpr, HALF: tl.constexpr):
     """All heads of one row, [HEADS, HALF] at a time, by angles that are loaded once."""
@@ -348,7 +409,7 @@ def _adamw(low, master, grad, m, v, n, keep, beta1_rest, beta2, beta2_rest, eps,
 
 
 def _size(n: int) -> int:
-    return int(triton.next_power_of_2(n))
+    return power(n)
 
 
 def _tile(n: int, columns: int) -> tuple[bool, int]:
@@ -362,34 +423,57 @@ def _warps(size: int) -> int:
     return min(16, max(4, size // 512))
 
 
-def rl_add_norm(wide, x, tx, add, ta, w, tw, b, total, y, ty, mean, rstd, rows, n, eps, columns=0):
-    """As ``rl_add_norm`` of ``cpu.cpp``."""
+def rl_add_norm(wide, x, tx, add, ta, w, tw, b, total, y, ty, mean, rstd, rows, n, eps, columns=0, peaks=None):
+    """As ``rl_add_norm`` of ``cpu.cpp``. ``peaks``: receives those of ``y``; not of rows in tiles."""
     folded, size = _tile(n, columns)
-    kernel = _add_norm_folded if folded else _add_norm
-    kernel[(rows,)](x, x if add is None else add, w, w if b is None else b, total, y, rstd if mean is None else mean,
-                    rstd, n, eps, add is not None, mean is not None, b is not None, size,
-                    num_warps=_warps(size))  # fmt: skip
+    given = (x, x if add is None else add, w, w if b is None else b, total, y, rstd if mean is None else mean, rstd)
+    kinds = add is not None, mean is not None, b is not None
+    if peaks is None:
+        kernel = _add_norm_folded if folded else _add_norm
+        kernel[(rows,)](*given, n, eps, *kinds, size, num_warps=_warps(size))
+        return
+    lines, warps = peaks.columns is not None, max(8, _warps(size))
+    programs = min(rows, RESIDENT // (32 * warps) * processors(x.device)) if lines else len(peaks.first)
+    _add_norm_peaks[(programs,)](*given, peaks.first, peaks.columns if lines else peaks.first, rows, n, eps, *kinds,
+                                 lines, size, num_warps=warps)  # fmt: skip
 
 
-def rl_add_norm_backward(wide, dy, ty, dsum, x, tx, w, tw, mean, rstd, dx, dw, db, rows, n, columns=0):
-    """As ``rl_add_norm_backward`` of ``cpu.cpp``."""
+def rl_add_norm_backward(wide, dy, ty, dsum, x, tx, w, tw, mean, rstd, dx, dw, db, rows, n, columns=0, low=None,
+                         peaks=None):  # fmt: skip
+    """As ``rl_add_norm_backward`` of ``cpu.cpp``. ``low``: receives ``dx`` in its dtype; ``peaks``: those of ``low``,
+    or of ``dx`` without it; not of rows in tiles."""
     folded, size = _tile(n, columns)
-    kernel = _add_norm_backward_folded if folded else _add_norm_backward
     warps = max(8, _warps(size))
     programs = min(rows, RESIDENT // (32 * warps) * processors(x.device))
+    if peaks is not None and peaks.columns is None:
+        programs = len(peaks.first)
     parts = torch.empty(1 if db is None else 2, programs, n, dtype=torch.float32, device=x.device)
-    kernel[(programs,)](dy, x if dsum is None else dsum, x, w, rstd if mean is None else mean, rstd, dx, parts[0],
-                        parts[-1], rows, n, dsum is not None, mean is not None, db is not None, size,
-                        num_warps=warps)  # fmt: skip
+    given = (dy, x if dsum is None else dsum, x, w, rstd if mean is None else mean, rstd, dx, parts[0], parts[-1])
+    kinds = dsum is not None, mean is not None, db is not None
+    if folded:
+        _add_norm_backward_folded[(programs,)](*given, rows, n, *kinds, size, num_warps=warps)
+        if low is not None:
+            low.copy_(dx)
+    else:
+        kind = 0 if peaks is None else 1 if peaks.columns is None else 2
+        _add_norm_backward[(programs,)](
+            *given, dx if low is None else low, peaks.first if kind else dx, peaks.columns if kind == 2 else dx,
+            rows, n, *kinds, low is not None, kind, size, num_warps=warps,
+        )  # fmt: skip
     for out, part in zip((dw, db), parts, strict=False):
         if out is not None:
             torch.sum(part, 0, out=out) if out.dtype == part.dtype else out.copy_(part.sum(0))
 
 
-def rl_activation(wide, x, t, bias, tb, y, rows, n, kind):
-    """As ``rl_activation`` of ``cpu.cpp``."""
+def rl_activation(wide, x, t, bias, tb, y, rows, n, kind, peaks=None):
+    """As ``rl_activation`` of ``cpu.cpp``. ``peaks``: receives those of ``y``; of SwiGLU without a bias."""
+    if peaks is not None:
+        from ridgeline.nn.kernels import float8_gated
+
+        float8_gated.activate(x, y, peaks)
+        return
     size = min(_size(n), BLOCK)
-    _activation[(rows, triton.cdiv(n, size))](x, x if bias is None else bias, y, n, kind == 0, bias is not None, size)
+    _activation[(rows, blocks(n, size))](x, x if bias is None else bias, y, n, kind == 0, bias is not None, size)
 
 
 def rl_activation_backward(wide, dy, x, t, bias, tb, dx, db, rows, n, kind):
@@ -423,6 +507,13 @@ def rl_rotate(wide, x, t, cosine, sine, tt, rows, width, count, d, period, sign)
     _rotate[(rows,)](x, cosine, sine, width, d, count, period, sign, heads, half)
 
 
+def rl_gather_heads(out, parts, rope, turned, peaks=None):
+    """See :func:`~ridgeline.nn.kernels.gather_heads.gather_heads`; not of a CPU."""
+    from ridgeline.nn.kernels.gather_heads import gather_heads
+
+    gather_heads(out, parts, rope, turned, peaks)
+
+
 def rl_cross_entropy(wide, x, t, labels, rows, n, gradient):
     """As ``rl_cross_entropy`` of ``cpu.cpp``; returns a tensor, so that the host does not wait."""
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -437,8 +528,7 @@ def rl_adamw(low, tl_, master, grad, m, v, n, *numbers):
     )
 
 
-def call(name: str, *args: Any, **walk: int) -> Tensor | None:
-    """Call a kernel by the name and with the arguments of its C++ counterpart; ``walk``: ``columns`` of a tile, for
-    norms and softmax whose rows are folded."""
-    out: Tensor | None = globals()[name](*args, **walk)
+def call(name: str, *args: Any, **more: Any) -> Tensor | None:
+    """Call a kernel by the name and with the arguments of its C++ counterpart; ``more``: what only kernels here do."""
+    out: Tensor | None = globals()[name](*args, **more)
     return out

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.quick import Quick, quick
 from ridgeline.nn.kernels.target import capability
 
 
@@ -117,6 +117,7 @@ def _raised(held, AT: tl.constexpr, BITS: tl.constexpr):
     return bits.to(tl.float32, bitcast=True)
 
 
+@quick
 @triton.jit
 def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, group, per_split,
            BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, RUN: tl.constexpr,
@@ -270,6 +271,6 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
         row_words, scale.stride(0), len(scale), group, per_split, bits, float(center), zero is not None,
         bias is not None, _run(k, group, bits, stripe), stripe, n % how.block_n == 0, k * bits == 32 * row_words,
-        splits > 1, isinstance(_tiles, JITFunction), how.block_m, how.block_n, how.stages, num_warps=how.warps,
+        splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages, num_warps=how.warps,
     )  # fmt: skip
     return y

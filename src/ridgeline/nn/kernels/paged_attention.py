@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.quick import blocks, power, quick
 from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.memory.step_pages import Pages
 from ridgeline.nn.model.attention import ScoreChanges
@@ -100,6 +101,7 @@ def _half_values(weights, out, rest, codes, scale, least, slot, wide, there, ins
         return tl.dot(scaled, values, out, input_precision="ieee"), rest
 
 
+@quick
 @triton.jit
 def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, table, lengths, starts, slopes, sinks,
             slots, blocks, groups, repeat, q_row, q_head, window, splits, scale, cap, KIND: tl.constexpr,
@@ -227,6 +229,7 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
             tl.store(to + STORED, (out_high / total[:, None]).to(out.dtype.element_ty), both)
 
 
+@quick
 @triton.jit
 def _merge(acc, stats, out, work, starts, repeat, groups, splits, WIDTH: tl.constexpr, PADDED: tl.constexpr,
            SPLITS: tl.constexpr):  # fmt: skip
@@ -279,7 +282,7 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     (kind, k, k_scale, k_least), (_, v, v_scale, v_least) = _stored(keys, out), _stored(values, out)
     groups, slots, stored = k.shape[1:]
-    repeat, padded = heads // groups, max(16, triton.next_power_of_2(stored))
+    repeat, padded = heads // groups, max(16, power(stored))
     changes = changes or ScoreChanges(None, None, None)
     slopes = out if changes.slopes is None else _slopes(changes.slopes, q.device)
     sinks = out if changes.sinks is None else changes.sinks.float().contiguous()
@@ -287,7 +290,7 @@ def paged_attention(
     for work in given.work:
         count = len(work.items)
         longest = given.table.shape[1] * given.block
-        splits = min(triton.cdiv(longest, LEAST * TILE), 2 * processors(q.device) // (count * groups))
+        splits = min(blocks(longest, LEAST * TILE), 2 * processors(q.device) // (count * groups))
         splits = max(1, splits) if work.split else 1
         acc, stats = (
             torch.empty((len(q), heads, splits, n) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
@@ -308,6 +311,6 @@ def paged_attention(
         if splits > 1:
             _merge[count, groups, work.used](
                 acc, stats, out, work.items, given.starts, repeat, groups, splits, WIDTH=width,
-                PADDED=triton.next_power_of_2(width), SPLITS=triton.next_power_of_2(splits),
+                PADDED=power(width), SPLITS=power(splits),
             )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.nn.kernels.quick import blocks, power, quick
 from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.quant.quantized_kv import ByteCodes, Codes, FloatCodes, NibbleCodes
@@ -106,6 +107,7 @@ def _one(x, codes, scale, least, spot, cosine, sine, TURNED: tl.constexpr, STORE
             tl.store(scale + spot * GROUPS + 1, held_high)
 
 
+@quick
 @triton.jit
 def _write(k, v, q, cosine, sine, slots, k_codes, k_scale, k_least, v_codes, v_scale, v_least, pool, groups, heads,
            k_head, k_row, v_head, v_row, q_head, q_row, TURNED: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
@@ -147,11 +149,11 @@ def store_tokens(keys: Tensor | Codes, values: Tensor | Codes, slots: Tensor, k:
     turned, heads = (0, 0) if q is None or rope is None else (rope[0].shape[-1], q.shape[1])
     cosine, sine = (k, k) if rope is None else (t.contiguous() for t in rope)
     queries = k if q is None else q
-    _write[count, 2 * groups + triton.cdiv(heads, HEADS)](
+    _write[count, 2 * groups + blocks(heads, HEADS)](
         k, v, queries, cosine, sine, slots, *parts[0], *parts[1], parts[0][0].shape[2], groups, heads, k.stride(1),
         k.stride(2), v.stride(1), v.stride(2), queries.stride(1), queries.stride(2), TURNED=turned,
-        HALF=triton.next_power_of_2(max(2, turned) // 2), HEADS=HEADS, STORED=stored,
-        PADDED=triton.next_power_of_2(stored), KIND=kind,
+        HALF=power(max(2, turned) // 2), HEADS=HEADS, STORED=stored,
+        PADDED=power(stored), KIND=kind,
         SHARED=isinstance(keys, NibbleCodes) and keys.group == width, num_warps=1,
     )  # fmt: skip
     return True

@@ -11,6 +11,7 @@ And what a product of merged projections is: :class:`Product`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
@@ -22,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ridgeline.nn.kernels.dispatch import has_triton
+from ridgeline.nn.kernels.peaks import GatedGradient, Wish
 
 LARGE, MANY = 1 << 20, 1 << 26
 """Numbers of a weight, or products with it, from which oneDNN is asked: its first product of a shape takes longer, and
@@ -126,12 +128,14 @@ def served_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel for one row computes it. Looks at shapes alone, not at data."""
+    if x.shape[-1] != x.numel():  # first, as most are not
+        return False
     given = (x, weight) if bias is None else (x, weight, bias)
     if weight.dtype not in (torch.bfloat16, torch.float16) or weight.requires_grad or not _for_triton(*given):
         return False
     n, k = weight.shape
     return (
-        x.shape[-1] == x.numel() == k > 0
+        x.shape[-1] == k > 0
         and k % 8 == 0  # gemv.ALIGNED, of a module that needs Triton
         and n > 0
         and (bias is None or bias.shape == (n,))
@@ -180,6 +184,16 @@ def choose_served_products(model: nn.Module) -> None:
 class Product(Protocol):
     """How merged projections multiply, in place of :data:`PLAIN` and :data:`SERVED`."""
 
+    @property
+    def wish(self) -> Wish:
+        """Which peaks of its operands it would know."""
+        ...
+
+    def encodes_gated(self, both: Tensor, trained: bool) -> bool:
+        """Whether :meth:`backward` takes the gradient of what SwiGLU reads, ``both``, as what that is made of;
+        ``trained``: for the weight's gradient too."""
+        ...
+
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -187,7 +201,9 @@ class Product(Protocol):
         gradient too, ``grad``: whether there is a backward pass."""
         ...
 
-    def backward(self, d: Tensor, kept: tuple[Tensor | None, ...], weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(
+        self, d: Tensor | GatedGradient, kept: Sequence[Tensor | None], weight: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Gradients of the input's rows [m, k] and of a trained weight [n, k], of which ``weight`` is a part, from
         ``d`` [m, n]."""
         ...
@@ -216,14 +232,22 @@ class ReadsOnce(nn.Module):
 
 
 class _Plain:
+    wish: Wish = ""
+
+    def encodes_gated(self, both: Tensor, trained: bool) -> bool:
+        return False
+
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         return linear(x, weight, bias), (x if trained else None, weight)
 
-    def backward(self, d: Tensor, kept: tuple[Tensor | None, ...], weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(
+        self, d: Tensor | GatedGradient, kept: Sequence[Tensor | None], weight: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         x, whole = kept
         assert whole is not None
+        assert isinstance(d, Tensor)
         dw = None if x is None else torch.mm(d.t(), x.flatten(0, -2)).to(weight.dtype)
         return linear(d, whole.t()), dw
 

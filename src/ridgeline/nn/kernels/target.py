@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 from triton import knobs
 from triton.runtime import driver
 
 
 def capability() -> int:
     """The device's compute capability (90: 9.0); 0 in Triton's interpreter."""
-    return 0 if knobs.runtime.interpret else int(driver.active.get_current_target().arch)
+    return 0 if _INTERPRETED else _of(driver.active, driver.active.get_current_device())
+
+
+_INTERPRETED = knobs.runtime.interpret
+"""Read once: kernels are made when they are imported, for the interpreter or not."""
+
+
+@lru_cache(maxsize=16)
+def _of(active: Any, device: int) -> int:
+    """Asked at every launch of some kernels, and slowly answered by a driver."""
+    return int(active.get_current_target().arch)

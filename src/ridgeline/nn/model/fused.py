@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ridgeline.nn.kernels import adjacency, functions, products
 from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import has_triton, usable
+from ridgeline.nn.kernels.peaks import Wish, shared
 from ridgeline.nn.kernels.products import ServedLinear, choose_served_products, is_linear, linear, served_linear
 from ridgeline.nn.model.attention import Attention, Mask, by_heads, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
@@ -41,6 +43,24 @@ def fuse_elementwise(model: Transformer, kernel: NormKernel | None = None) -> No
             module.forward = _Bound(both[0], module)  # type: ignore[method-assign]
         elif isinstance(module, MLP) and module.expand is expand:
             module.expand = expand_biased
+
+
+def share_peaks(model: Transformer) -> None:
+    """Have fused RMS norms find the peaks of what they write, and of the gradients that they send back, which the
+    products on either side would know (:mod:`~ridgeline.nn.kernels.peaks`)."""
+    for block in model.modules():
+        if not isinstance(block, TransformerBlock) or not isinstance(block.attention, Attention):
+            continue
+        if isinstance(block.attention_norm, RMSNorm):
+            block.attention_norm.wish = _wish(block.attention.q_proj)
+        if isinstance(block.mlp_norm, RMSNorm) and not block.parallel and block.cross_norm is None:
+            block.mlp_norm.update_wish = _wish(block.attention.o_proj)
+            block.mlp_norm.wish = _wish(block.mlp.up_proj) if isinstance(block.mlp, MLP) else ""
+
+
+def _wish(reader: nn.Module) -> Wish:
+    inner = getattr(reader, "base", reader)  # of a layer with an adapter
+    return inner.product.wish if isinstance(inner, products.OwnProduct) else ""
 
 
 def fold(model: Transformer, columns: int) -> None:
@@ -88,7 +108,7 @@ def norm(x: Tensor, module: nn.Module, columns: int = 0, kernel: NormKernel | No
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     if kernel is not None and isinstance(module, RMSNorm) and x.dtype == compute_dtype(x):
         return kernel.norm(x, module.weight, module.eps)
-    return functions.norm(x, *_norm_of(module), compute_dtype(x), columns)
+    return functions.norm(x, *_norm_of(module), compute_dtype(x), columns, getattr(module, "wish", ""))
 
 
 def add_norm(
@@ -101,7 +121,8 @@ def add_norm(
         return add_then_norm(x, update, module)
     if kernel is not None and isinstance(module, RMSNorm) and x.dtype == update.dtype == compute_dtype(x):
         return kernel.add_norm(x, update, module.weight, module.eps)
-    return functions.add_norm(x, update, *_norm_of(module), compute_dtype(x), columns)
+    wishes = (module.wish, module.update_wish) if isinstance(module, RMSNorm) else ()
+    return functions.add_norm(x, update, *_norm_of(module), compute_dtype(x), columns, *wishes)
 
 
 def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
@@ -202,11 +223,11 @@ def fuse_served(model: Transformer) -> None:
             parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
             normed = module.q_norm is not None and not (_read_once(parts) or _same_codes(parts))
             merged = not normed and _served_together(parts)
-            module.project = project_merged if merged else module.project
+            module.project = partial(project_merged, known=_Known(parts)) if merged else module.project
         elif isinstance(module, MLP) and module.gate_proj is not None and module.activation == "silu":
             parts = [module.gate_proj, module.up_proj]
             merged = _served_together(parts)
-            module.expand = expand_merged if merged else module.expand
+            module.expand = partial(expand_merged, known=_Known(parts)) if merged else module.expand
         else:
             continue
         if merged:
@@ -259,10 +280,50 @@ def _scales(codes: list[Stripes]) -> list[list[Tensor]]:
     return [[c.scale for c in codes], *([zeros] if zeros else [])]
 
 
-def _product_of_codes(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
-    """``x`` [..., k] times packed weights that lie together, with their biases → [..., Σ n_i]; None if they do not."""
+class _Known:
+    """What the parts of a merged layer of a served model make together, as long as they are what they were. Found when
+    the model is loaded: a step that is captured must not make what others read."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self.whole: Any = None
+        self._parts: list[tuple[nn.Module, type]] = []
+        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._tensors: list[tuple[Tensor, int, int]] = []
+        whole = None if _read_once(parts) else _whole_codes(parts) or _whole_weights(parts)
+        if whole is not None:
+            self._keep(parts, whole)
+
+    def holds(self, parts: list[nn.Module]) -> bool:
+        """Whether ``parts`` are these, of their classes and without hooks, and their tensors those that they were."""
+        return (
+            self.whole is not None
+            and all(
+                p is part and type(p) is kind and not (p._forward_hooks or p._forward_pre_hooks)
+                for part, (p, kind) in zip(parts, self._parts, strict=True)
+            )
+            and all(where.get(name) is value for where, name, value in self._held)
+            and all(t.data_ptr() == at and t._version == version for t, at, version in self._tensors)
+        )
+
+    def _keep(self, parts: list[nn.Module], whole: Any) -> None:
+        """Remember ``whole``, where the parts' tensors can be told from others."""
+        modules = [m for part in parts for m in part.modules()]
+        self._parts = [(p, type(p)) for p in parts]
+        self._held = [(where, name, value) for m in modules for where in (m._parameters, m._buffers, m._modules)
+                      for name, value in where.items()]  # fmt: skip
+        tensors = [value for _, _, value in self._held if isinstance(value, Tensor)]
+        try:
+            self._tensors = [(t, t.data_ptr(), t._version) for t in tensors]
+        except RuntimeError:  # without data, or made in inference mode
+            return
+        if all(at for _, at, _ in self._tensors):
+            self.whole = whole
+
+
+def _whole_codes(parts: list[nn.Module]) -> tuple[Stripes, Tensor | None] | None:
+    """Packed weights that lie together as one, and their biases; None if they do not."""
     codes = _same_codes(parts)
-    if codes is None or torch.is_grad_enabled():
+    if codes is None:
         return None
     whole = bare(codes[0])
     whole._buffers = {}
@@ -274,37 +335,65 @@ def _product_of_codes(x: Tensor, parts: list[nn.Module]) -> Tensor | None:
         return None
     vars(whole).update(words=words, arrived=arrived, scale=scales[0], zero=scales[1] if len(scales) > 1 else None)
     biases = [p.bias for p in parts]
-    bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+    return whole, None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+
+
+def _product_of_codes(x: Tensor, parts: list[nn.Module], known: _Known | None = None) -> Tensor | None:
+    """``x`` [..., k] times packed weights that lie together, with their biases → [..., Σ n_i]; None if they do not."""
+    if type(parts[0]) is not PackedLinear or torch.is_grad_enabled():
+        return None
+    found = known.whole if known is not None and known.holds(parts) else _whole_codes(parts)
+    if found is None:
+        return None
+    whole, bias = found
     return whole.linear(x.reshape(-1, whole.width), bias).view(*x.shape[:-1], whole.out)
 
 
-def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, products.Product] | None:
-    """(weight, bias, product) of merged layers, plain ones' weight in the compute dtype; None if it cannot run."""
+def _whole_weights(parts: list[nn.Module]) -> tuple[Tensor, Tensor | None, products.Product] | None:
+    """(weight, bias, product) of layers whose weights lie together; None: they do not, or differ in their products."""
     product = _product_of(parts)
-    if product is None:
+    whole = None if product is None else adjacency.adjacent([p.weight for p in parts])  # type: ignore[misc]
+    if product is None or whole is None:
         return None
-    weights, biases = [p.weight for p in parts], [p.bias for p in parts]
-    if not usable(x, *weights, *biases):  # type: ignore[arg-type]
-        return None
-    whole = adjacency.adjacent(weights)  # type: ignore[arg-type]
-    if whole is None:
-        return None
+    biases = [p.bias for p in parts]
+    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])  # type: ignore[operator]
+    return whole, bias, product
+
+
+def _merged(
+    x: Tensor, parts: list[nn.Module], known: _Known | None = None
+) -> tuple[Tensor, Tensor | None, products.Product] | None:
+    """(weight, bias, product) of merged layers, plain ones' weight in the compute dtype; None if it cannot run."""
     dtype = compute_dtype(x)
-    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(dtype)  # type: ignore[operator]
+    if known is not None and not torch.is_grad_enabled() and usable(x) and known.holds(parts):
+        found: tuple[Tensor, Tensor | None, products.Product] = known.whole
+        if x.is_cuda == found[0].is_cuda and dtype == found[0].dtype:
+            return found
+    product = _product_of(parts)
+    if product is None or not usable(x, *(p.weight for p in parts), *(p.bias for p in parts)):  # type: ignore[arg-type]
+        return None
+    made = _whole_weights(parts)
+    if made is None:
+        return None
+    whole, bias, _ = made
+    bias = None if bias is None else bias.to(dtype)
     return whole.to(dtype) if product in (products.PLAIN, products.SERVED) else whole, bias, product
 
 
-def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is rotated in place."""
+def project_merged(
+    attention: Attention, x: Tensor, rope: Rope | None, known: _Known | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is rotated in place. ``known``: of
+    this layer, of a served model."""
     parts: list[nn.Module] = [attention.q_proj, attention.k_proj, attention.v_proj]
     if _read_once(parts):
         q, k, v = _products_of_one(x, parts)
         return by_heads(attention, q, k, v, rope)
-    if (product := _product_of_codes(x, parts)) is not None:
+    if (product := _product_of_codes(x, parts, known)) is not None:
         sizes: list[int] = [p.out_features for p in parts]  # type: ignore[misc]
         q, k, v = product.split(sizes, -1)
         return by_heads(attention, q, k, v, rope)
-    found = _merged(x, parts)
+    found = _merged(x, parts, known)
     if found is None or (rope is not None and rope[0].shape[-1] < attention.head_dim):
         return project(attention, x, rope)
     merged, bias, how = found
@@ -316,23 +405,24 @@ def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[
     return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
 
 
-def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None) -> Tensor:
-    """:func:`~ridgeline.nn.model.mlp.expand` of a SwiGLU layer by one product."""
+def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None, known: _Known | None = None) -> Tensor:
+    """:func:`~ridgeline.nn.model.mlp.expand` of a SwiGLU layer by one product. ``known`` as of
+    :func:`project_merged`."""
     assert mlp.gate_proj is not None
     parts: list[nn.Module] = [mlp.gate_proj, mlp.up_proj]
     if _read_once(parts):
         gate, up = _products_of_one(x, parts)
         return gated(mlp.activation, gate, up)
-    if (both := _product_of_codes(x, parts)) is not None:
+    if (both := _product_of_codes(x, parts, known)) is not None:
         return functions.bias_activation(both, None, "silu")
-    found = _merged(x, parts)
+    found = _merged(x, parts, known)
     if found is None:
         return expand(mlp, x)
     merged, bias, product = found
     tensors: list[Tensor | None] = [*(p.weight for p in parts), *(p.bias for p in parts)]  # type: ignore[list-item]
     rows = x.to(compute_dtype(x)).flatten(0, -2)
-    y = functions.gated_linear(rows, merged, bias, tensors, kernel, product)
-    return y.view(*x.shape[:-1], -1)
+    y = functions.gated_linear(shared(x, rows), merged, bias, tensors, kernel, product, _wish(mlp.down_proj))
+    return shared(y, y.view(*x.shape[:-1], -1))
 
 
 # ---- loss -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ridgeline.nn.kernels.peaks import Wish
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.model import ModelSpec
 
@@ -93,6 +94,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.ones(size))
+        self.wish: Wish = ""
+        """Which peaks those who read the result would know; fused norms find them."""
+        self.update_wish: Wish = ""
+        """The same of the gradient of what is added to the residual stream before."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` [..., size]; the statistics are float32 even if ``x`` is not."""

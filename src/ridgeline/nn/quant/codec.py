@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import has_float8, has_triton, usable
+from ridgeline.nn.kernels.peaks import GatedGradient, Peaks
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = {E4M3: 448.0, torch.float16: 65504.0}
@@ -57,9 +58,20 @@ def quantize(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return quantize_with_inverse(t, dtype)[:2]
 
 
+def _encodes(t: Tensor) -> bool:
+    """Whether kernels of ours encode it: on a GPU that has float8."""
+    return t.is_cuda and has_triton() and usable(t) and has_float8(t.device)
+
+
+def encodes_gated(both: Tensor) -> bool:
+    """Whether they also encode SwiGLU's gradient from what it is made of, among it ``both`` [m, 2·k], as it is and
+    transposed: of whole blocks of rows in 16 bits, which every Triton transposes right."""
+    return len(both) > 0 and len(both) % 16 == 0 and both.dtype in (torch.bfloat16, torch.float16) and _encodes(both)
+
+
 def quantize_with_inverse(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The same with the scale's inverse. In two kernels on a GPU that has float8."""
-    if t.is_cuda and t.numel() and has_triton() and usable(t) and has_float8(t.device):
+    if t.numel() and _encodes(t):
         from ridgeline.nn.kernels import float8
 
         return float8.encode(t, dtype, LARGEST[dtype])
@@ -78,17 +90,25 @@ class Layouts(NamedTuple):
     transposed_inverse_scale: Tensor | None
 
 
-def layouts(t: Tensor, dtype: torch.dtype, rowwise: bool = False, transpose: bool = True) -> Layouts:
+def layouts(
+    t: Tensor | GatedGradient, dtype: torch.dtype, rowwise: bool = False, transpose: bool = True,
+    known: Peaks | None = None,
+) -> Layouts:  # fmt: skip
     """Codes of ``t`` [m, k], with ``transpose`` also transposed. ``rowwise``: each row, and for the transposed codes
-    each column, has a scale of its own, a power of two: the largest that lets no magnitude exceed the format's."""
+    each column, has a scale of its own, a power of two: the largest that lets no magnitude exceed the format's.
+    ``known``: peaks of ``t``. A :class:`GatedGradient` must be one that :func:`encodes_gated` allows."""
     most = LARGEST[dtype]
-    fast = t.is_cuda and t.numel() > 0 and has_triton() and usable(t) and has_float8(t.device)
+    if isinstance(t, GatedGradient):
+        from ridgeline.nn.kernels import float8_gated
+
+        return Layouts(*float8_gated.encode_gated(t, dtype, most, "lines" if rowwise else "whole"))
+    fast = t.numel() > 0 and _encodes(t)
     if fast and (rowwise or transpose):
         from ridgeline.nn.kernels import float8
 
         if rowwise:
-            return Layouts(*float8.encode_rowwise(t, dtype, most, transpose))
-        rows, transposed, inverse = float8.encode_transposed(t, dtype, most)
+            return Layouts(*float8.encode_rowwise(t, dtype, most, transpose, known))
+        rows, transposed, inverse = float8.encode_transposed(t, dtype, most, known)
         return Layouts(rows, inverse, transposed, inverse)
     if not rowwise:
         rows, _, inverse = quantize_with_inverse(t, dtype)

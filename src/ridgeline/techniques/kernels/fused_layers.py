@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ridgeline.graph.graph import Block, Graph, Op, Saved, changed
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.parts import Part
 from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
@@ -68,6 +69,7 @@ class FusedLayers(Technique):
             run.kernels.own("merged projections", run.device)
         if self.elementwise:
             fused.fuse_elementwise(run.model, _norm_kernel(run))
+            fused.share_peaks(run.model)
             backend = run.model.backend
             if backend.function is naive_attention:
                 run.model.set_attention(replace(backend, function=fused.fused_naive_attention))
@@ -89,6 +91,8 @@ class FusedLayers(Technique):
         if self.elementwise:
             g.fused = True
             g.each_block(_fuse_elementwise, layers_only=True)
+            if e.cluster.device.kind == "gpu":
+                g.each_block(lambda b: _find_peaks(b, e.model, self.projections), layers_only=True)
             if "fp8" in e.cluster.device.peak_flops:
                 g.each_block(_fuse_casts, layers_only=True)
                 g.closing.append(_cast_once)
@@ -141,6 +145,11 @@ def chunk_rows(rows: int, vocab: int, hidden: int, least: int = CHUNK) -> int:
     return min(rows, max(1, -(-rows * hidden // (vocab * least))) * least)
 
 
+_PEAKS = ("", ".peaks")
+"""What becomes an operand's codes: a pass over it that finds largest magnitudes, where it is one of its own, and one
+that writes codes."""
+
+
 def _merge_projections(b: Block) -> None:
     groups = {
         "attention.qkv_proj": [f"attention.{n}_proj" for n in "qkv"],
@@ -155,16 +164,50 @@ def _merge_projections(b: Block) -> None:
         b.backward = _merge(b.backward, [f"{p}.dx" for p in parts], f"{name}.dx", 2)
         b.backward = _merge(b.backward, [f"{p}.dw" for p in parts], f"{name}.dw", 0)
         b.backward = [op for op in b.backward if op.name not in {f"{p}.accumulate" for p in parts}]
-        once = {f"{p}.quantize" for p in parts[1:]}  # they read the same input
+        once = {f"{p}.quantize{peaks}" for p in parts[1:] for peaks in _PEAKS}  # they read the same input
         b.forward = [op for op in b.forward if op.name not in once]
-        b.forward = _join(b.forward, [f"{p}.encode_weight" for p in parts])
-        for cast in ("dx.quantize", "dx.encode_weight", "dw.wide"):
-            b.backward = _join(b.backward, [f"{p}.{cast}" for p in parts])
+        for peaks in _PEAKS:
+            b.forward = _join(b.forward, [f"{p}.encode_weight{peaks}" for p in parts])
+            for cast in ("dx.quantize", "dx.encode_weight"):
+                b.backward = _join(b.backward, [f"{p}.{cast}{peaks}" for p in parts])
+        b.backward = _join(b.backward, [f"{p}.dw.wide" for p in parts])
         b.backward = [changed(op, behind=f"{name}.dx") if op.behind in {f"{p}.dx" for p in parts} else op
                       for op in b.backward]  # fmt: skip
         renamed = {f"{p}.{d}": f"{name}.{d}" for p in parts for d in ("dw", "dx")}
         for key, s in b.saved.items():
             b.saved[key] = replace(s, users=frozenset(renamed.get(u, u) for u in s.users))
+
+
+def _find_peaks(b: Block, spec: ModelSpec, merged: bool) -> None:
+    """What norms and activations write, and gradients that they send back, come with their largest magnitudes
+    (:func:`ridgeline.nn.model.fused.share_peaks`). Codes of a gated activation's gradient are made from what that is
+    made of, in two passes: neither it nor its peaks are written.
+
+    ``merged``: projections that read one input are one product.
+    """
+    found: set[str] = set()
+    plain = spec.norm == "rmsnorm" and not spec.norm_offset and not spec.post_norm
+    if plain and not spec.is_latent:
+        found |= {f"attention.{n}_proj.quantize" for n in "qkv"}
+        if not spec.parallel_residual and not spec.is_encoder_decoder:
+            found |= {"mlp.gate_proj.quantize", "mlp.up_proj.quantize"}
+            inside = not spec.output_norms and not spec.residual_multiplier
+            found |= {"attention.o_proj.dx.quantize"} if inside else set()
+    products = {op.name for op in b.forward}
+    if merged and "attention.qkv_proj" in products:
+        found.add("attention.q_proj.dx.quantize")
+    if merged and spec.activation == "silu" and "mlp.gate_up_proj" in products:
+        found.add("mlp.down_proj.quantize")
+        codes = next((op for op in b.backward if op.name == "mlp.gate_proj.dx.quantize"), None)
+        if codes is not None and not spec.mlp_bias and any(op.name == "mlp.gate_up_proj.dw" for op in b.backward):
+            found.add("mlp.gate_proj.dx.quantize")
+            # For each number behind the activation: 5 are read and written of 2 bytes, and 2 become 4 codes; then 3
+            # are read, and again, and 4 codes are written.
+            changes = {"mlp.act.bwd": 6 / 10, codes.name: 10 / 8}
+            b.backward = [changed(op, bytes=op.bytes * changes.get(op.name, 1.0)) for op in b.backward]
+    gone = {f"{name}.peaks" for name in found}
+    b.forward = [op for op in b.forward if op.name not in gone]
+    b.backward = [op for op in b.backward if op.name not in gone]
 
 
 def _merge(ops: list[Op], names: list[str], new: str, side: int) -> list[Op]:

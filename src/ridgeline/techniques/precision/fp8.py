@@ -237,16 +237,18 @@ def _encode_parts(b: Block, t: int) -> None:
     gradients = tuple(f"{name}.dx.quantize" for name in ROW)
 
     def parts(op: Op, names: tuple[str, ...]) -> Op:
-        return changed(op, bytes=op.bytes / 6 * (5 / t + 2)) if op.name.endswith(names) else op
+        if op.name.removesuffix(".peaks").endswith(names):
+            return changed(op, bytes=op.bytes / t if op.name.endswith(".peaks") else op.bytes / 4 * (3 / t + 2))
+        return op
 
     b.forward = [parts(o, inputs) for o in b.forward]
     b.backward = [parts(o, gradients) for o in b.backward]
 
 
 def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool, coded: bool) -> list[Op]:
-    """The same as this engine does it, in two kernels: one finds largest magnitudes, one writes codes, also transposed
-    where a gradient of weights needs them. By rows (``rowwise``) one kernel does both where none does. ``coded``: codes
-    of weights arrive, and are only transposed for backward."""
+    """The same as this engine does it: one kernel finds largest magnitudes (``.peaks``), one writes codes, also
+    transposed where a gradient of weights needs them. By rows (``rowwise``) one kernel does both where none does.
+    ``coded``: codes of weights arrive, and are only transposed for backward."""
     m, n, k = op.shape
     low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
     tail = op.name.rpartition(".")[2]
@@ -257,21 +259,26 @@ def _encoded(op: Op, params: dict[str, Param], rowwise: bool, keep: bool, coded:
         )
         return [low, wide] if rowwise and width > 2 else [low]
 
-    def encoded(name: str, size: float, width: float, transposed: bool) -> Op:
-        pieces = 1 if rowwise and not transposed else 2
-        return Op(f"{op.name}.{name}", op.module, "cast", op.direction, 0, (2 * width + 1 + transposed) * size, "fp8",
-                  pieces=pieces, recompute=op.recompute)  # fmt: skip
+    def encoded(name: str, size: float, width: float, transposed: bool) -> list[Op]:
+        def cast(name: str, each: float) -> Op:
+            return Op(f"{op.name}.{name}", op.module, "cast", op.direction, 0, each * size, "fp8",
+                      recompute=op.recompute)  # fmt: skip
 
-    codes = [encoded("quantize", m * k, 2.0, params[op.param].trainable)]
+        codes = width + 1 + transposed
+        if rowwise and not transposed:
+            return [cast(name, width + codes)]
+        return [cast(f"{name}.peaks", width), cast(name, codes)]
+
+    codes = encoded("quantize", m * k, 2.0, params[op.param].trainable)
     if coded:
         params[op.param].coded = True
         turned = Op(f"{op.name}.turn_weight", op.module, "cast", op.direction, 0, 2.0 * n * k * op.experts, "fp8",
                     recompute=op.recompute)  # fmt: skip
         codes += [turned] if tail == "dx" else []
     elif tail != "dx":
-        codes.append(encoded("encode_weight", n * k * op.experts, width, keep))
+        codes += encoded("encode_weight", n * k * op.experts, width, keep)
     elif not keep:
-        codes.append(encoded("encode_weight", n * k * op.experts, width, True))
+        codes += encoded("encode_weight", n * k * op.experts, width, True)
     return [*codes, low]
 
 

@@ -11,6 +11,7 @@ dequantized and multiplied in fp32, which gives the same products of the same ro
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,16 +20,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ridgeline.nn.kernels import peaks
 from ridgeline.nn.kernels.dispatch import has_float8
+from ridgeline.nn.kernels.peaks import GatedGradient, Wish
 from ridgeline.nn.kernels.products import OwnProduct, ReadsOnce, is_linear
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
-from ridgeline.nn.quant.codec import E4M3, Layouts, decode, layouts, quantize
+from ridgeline.nn.quant.codec import E4M3, Layouts, decode, encodes_gated, layouts, quantize
 from ridgeline.nn.quant.packed_model import BIASES, PackedExperts
 
 _latest: tuple[weakref.ref[Tensor], int, bool, Layouts] | None = None
 """The last quantized input, its version, whether its rows have scales, and its codes: layers that read the same tensor
 share them."""
+
+
+def _wish(rowwise: bool) -> Wish:
+    return "lines" if rowwise else "whole"
 
 
 def _coded(x: Tensor, rowwise: bool = False, transpose: bool = False) -> Layouts:
@@ -46,7 +53,7 @@ def _coded(x: Tensor, rowwise: bool = False, transpose: bool = False) -> Layouts
         if _latest is not None and _latest[0] is ref:
             _latest = None
 
-    codes = layouts(rows, E4M3, rowwise, transpose)
+    codes = layouts(rows, E4M3, rowwise, transpose, peaks.known(x, _wish(rowwise)))
     _latest = weakref.ref(x, forget), x._version, rowwise, codes
     return codes
 
@@ -77,6 +84,15 @@ class Float8Product:
     """Whether codes of weights, a byte each, are kept from forward to backward, so that weights are quantized once;
     else they are quantized again: codes would outlive what is freed in between, or be moved with activations."""
 
+    @property
+    def wish(self) -> Wish:
+        """The peaks that its scales follow from."""
+        return _wish(self.rowwise)
+
+    def encodes_gated(self, both: Tensor, trained: bool) -> bool:
+        """Where one kernel writes codes both as they are and transposed."""
+        return trained and encodes_gated(both)
+
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, trained: bool, grad: bool,
         dtype: torch.dtype | None = None,
@@ -92,18 +108,21 @@ class Float8Product:
         return y if bias is None else y + bias.to(y.dtype), (*mine, *read)
 
     def backward(
-        self, d: Tensor, kept: tuple[Tensor | None, ...], weight: Tensor, dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, d: Tensor | GatedGradient, kept: Sequence[Tensor | None], weight: Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Gradients of the input's rows [m, k], in ``dtype`` (d's own if None), and of a trained ``weight``, from ``d``
         [m, n]."""
         w, w_inverse, x, x_inverse = kept
-        g = layouts(d, E4M3, self.rowwise, x is not None)
+        known = peaks.known(d, self.wish) if isinstance(d, Tensor) else None
+        g = layouts(d, E4M3, self.rowwise, x is not None, known)
+        dtype = dtype or (d.dtype if isinstance(d, Tensor) else d.both.dtype)
         if w_inverse is None:
             assert w is not None
             _, _, w, w_inverse = layouts(w.detach(), E4M3, self.rowwise)
         assert w is not None
         assert w_inverse is not None
-        dx = product(g.rows, g.inverse_scale, w, w_inverse, dtype or d.dtype)
+        dx = product(g.rows, g.inverse_scale, w, w_inverse, dtype)
         if x is None:
             return dx, None
         assert x_inverse is not None
@@ -128,7 +147,7 @@ class _Fp8Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        dx, dw = ctx.how.backward(dy.flatten(0, -2), kept, weight, ctx.x_dtype)
+        dx, dw = ctx.how.backward(peaks.shared(dy, dy.flatten(0, -2)), kept, weight, ctx.x_dtype)
         return dx.view(*dy.shape[:-1], weight.shape[1]), dw, None, None, None
 
 

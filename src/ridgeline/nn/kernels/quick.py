@@ -1,0 +1,86 @@
+"""Launches of Triton kernels in less time of the host: Triton binds, describes and looks up each anew, and reads
+settings of the environment. Imported only where Triton is installed.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+_OWN = JITFunction.__module__
+
+
+def blocks(n: int, size: int) -> int:
+    """Blocks of ``size`` that hold ``n``: Triton's function is made for kernels too, and slower."""
+    return -(-n // size)
+
+
+def power(n: int) -> int:
+    """The least power of two that is at least ``n`` (1 or more), likewise."""
+    return 1 << (n - 1).bit_length()
+
+
+class Quick:
+    """A kernel that is launched as ``kernel[grid](…)``, the first time of a kind by Triton, later by what that has
+    compiled.
+
+    Of a kind are launches on one device with the same constants and options, whose numbers are alike in what Triton
+    compiles for: 1, a multiple of 16, more than 32 bits; tensors in their dtype, and whether they begin at a multiple
+    of 16 bytes.
+    """
+
+    def __init__(self, kernel: JITFunction[Any]) -> None:
+        self.kernel = kernel
+        self.constant = [p.is_constexpr for p in kernel.params]
+        self.known: dict[tuple[Any, ...], tuple[Any, tuple[str, ...]]] = {}
+
+    def __getitem__(self, grid):
+        return partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> Any:
+        """Launch it; constants and options may be given by name."""
+        if JITFunction.run.__module__ != _OWN or self._observed():  # traced, compiled ahead of time, profiled
+            return self.kernel[grid](*args, **named)
+        active = driver.active
+        device = active.get_current_device()
+        facts: list[Any] = [device, *named.items()]
+        for value, constant in zip(args, self.constant, strict=False):
+            if constant:
+                facts.append(value)
+            elif isinstance(value, Tensor):
+                facts += value.dtype, value.data_ptr() & 15 == 0
+            elif type(value) is int:
+                facts.append((value == 1) + 2 * (value & 15 == 0) + 4 * (-(1 << 31) <= value < 1 << 31))
+            else:
+                facts.append(type(value))
+        key = tuple(facts)
+        found = self.known.get(key)
+        if found is None:
+            compiled = self.kernel[grid](*args, **named)
+            if compiled is not None:
+                self.known[key] = compiled, tuple(p.name for p in self.kernel.params[len(args) :])
+            return compiled
+        compiled, rest = found
+        given = (*args, *(named[n] for n in rest)) if rest else args
+        stream = active.get_current_stream(device)
+        sides = (*grid, 1, 1)[:3]
+        compiled.run(*sides, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)
+        return compiled
+
+    def _observed(self) -> bool:
+        """Whether someone is called at launches, whom Triton tells about them."""
+        runtime = knobs.runtime
+        chains = runtime.launch_enter_hook, runtime.launch_exit_hook
+        return bool(self.kernel.pre_run_hooks or any(chain is not None and chain.calls for chain in chains))
+
+
+def quick(kernel: Any) -> Any:
+    """:class:`Quick` of a kernel; the kernel itself in Triton's interpreter."""
+    return Quick(kernel) if isinstance(kernel, JITFunction) else kernel
