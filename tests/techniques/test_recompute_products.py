@@ -66,12 +66,14 @@ def test_what_is_kept_of_a_layer():
         (["mixed_precision:weights=gathered"], "shards, and gathered to be used"),
         (["zero:stage=2", "mixed_precision:weights=gathered"], "shards, and gathered to be used"),
         (["torch_compile", "zero:stage=3"], "parameters are whole"),
+        (["mixed_precision:loss=copies", "fused_layers"], "leave the loss out of fused_layers"),
         (["recompute:policy=products,every=2"], "treats every block alike"),
     ],
 )
 def test_refusals(plan, says):
-    with pytest.raises(Incompatible, match=says):
+    with pytest.raises(Incompatible) as told:
         layer(*plan)
+    assert says in str(told.value)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Literal, get_args
 Part = Literal[
     "activations", "adapter_table", "batch_shape", "batch_split", "compiled_blocks", "compiled_pieces",
     "compute_dtype", "divided_experts", "divided_linears", "divided_tensors", "drafts", "dropped_blocks", "experts",
-    "fused_attention", "fused_linears", "fused_norms", "loss_scale", "low_rank", "masters", "model_shape",
-    "optimizer", "packed_rows", "pass_memory", "phase_pools", "products", "queue", "rank_groups", "recomputation",
-    "recorded_step", "relative_updates", "replicas", "resting_weights", "sequence_parts", "shards", "trainable",
-    "weights", "whole_gradients", "zeros",
+    "fused_attention", "fused_linears", "fused_loss", "fused_norms", "loss_scale", "low_rank", "masters",
+    "model_shape", "optimizer", "packed_rows", "pass_memory", "phase_pools", "products", "queue", "rank_groups",
+    "recomputation", "recorded_step", "relative_updates", "replicas", "resting_weights", "sequence_parts", "shards",
+    "trainable", "weights", "whole_gradients", "zeros",
 ]  # fmt: skip
 
 PARTS: dict[Part, str] = {
@@ -29,6 +29,7 @@ PARTS: dict[Part, str] = {
     "experts": "how experts are stored",
     "fused_attention": "attention without a score matrix",
     "fused_linears": "merged linear layers",
+    "fused_loss": "the loss in a kernel of its own",
     "fused_norms": "fused norms",
     "loss_scale": "a scaled loss, whose gradients may overflow",
     "low_rank": "low-rank updates of linear layers",

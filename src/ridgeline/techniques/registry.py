@@ -66,10 +66,12 @@ def _valid(cls: type[Technique], call: Call) -> Technique:
     try:
         return cls(**call.options)
     except ValidationError as e:
-        first = e.errors()[0]
-        key = ".".join(str(p) for p in first["loc"])
+        first, *others = e.errors()
+        key = ".".join(str(p) for p in first["loc"] if p == first["loc"][0] or isinstance(p, int))
+        alike = [first, *(o for o in others if o["loc"][0] == first["loc"][0])]  # one for each type that it may have
+        wrong = ", or ".join(dict.fromkeys(str(o["msg"]) for o in alike))
         raise UserError(
-            f"technique {call.name!r}: {key} = {first.get('input')!r} is not valid: {first['msg']}",
+            f"technique {call.name!r}: {key} = {first.get('input')!r} is not valid: {wrong}",
             f"see `ridgeline techniques {call.name}`",
         ) from None
 

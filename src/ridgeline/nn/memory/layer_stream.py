@@ -317,7 +317,7 @@ class LayerStream:
     _pending: deque[tuple[int, DeviceBuffer, Future[torch.cuda.Event | None]]] = field(default_factory=deque)
     _active: DeviceBuffer | None = None
     _freed: torch.cuda.Event | None = None
-    """When the computation with all that was given back has finished."""
+    """When the computation with all that was given back, or that had the ring's memory before, has finished."""
 
     def __post_init__(self) -> None:
         files, cuda = any(isinstance(s, FileSource) for s in self.sources), self.device.type == "cuda"
@@ -326,6 +326,7 @@ class LayerStream:
         self.ring = Ring(self.capacity, self.device)
         self._staging = mark_host(aligned(max(self._sizes), pinned=True)) if files and cuda else None
         self._stream = torch.cuda.Stream(self.device) if cuda else None
+        self._freed = torch.cuda.current_stream(self.device).record_event() if cuda else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     def follow(self, modules: Sequence[nn.Module]) -> None:

@@ -179,9 +179,12 @@ def lay_together(parts: list[nn.Module]) -> bool:
 
 
 def _adjoin(tensors: list[Tensor]) -> bool:
-    """Make parameters views of one storage, if they are alike."""
+    """Make parameters views of one storage, if they are alike. Those that are stored elsewhere between uses have no
+    memory of their own, and are given none: they arrive together."""
     if len({(t.dtype, t.requires_grad, type(t)) for t in tensors}) > 1 or type(tensors[0]) is not nn.Parameter:
         return False
+    if any(t.untyped_storage().nbytes() < t.nbytes for t in tensors):
+        return True
     if adjacency.adjacent(tensors) is None:
         whole = torch.cat([t.detach().flatten() for t in tensors])
         for t, part in zip(tensors, whole.split([t.numel() for t in tensors]), strict=True):

@@ -50,9 +50,10 @@ class FusedLayers(Technique):
     """Compute the head's product inside the loss, in chunks of rows: the logits of a whole batch are never stored."""
 
     def changes(self) -> frozenset[Part]:
-        """Merged projections, and norms that include the preceding residual additions; the loss is the model's end."""
+        """Merged projections, norms that include the preceding residual additions, and the loss."""
         linears = self.card.changes if self.projections else frozenset()
-        return linears | ({"fused_norms"} if self.elementwise else frozenset())
+        norms: frozenset[Part] = frozenset({"fused_norms"}) if self.elementwise else frozenset()
+        return linears | norms | ({"fused_loss"} if self.loss or self.chunked else frozenset())
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:

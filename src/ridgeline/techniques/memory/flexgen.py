@@ -62,7 +62,7 @@ class FlexGen(Technique):
     cache_host: int | None = Field(default=None, ge=0, le=100)
     """Percent of it in host memory; the rest is on disk."""
     activations_device: int | None = Field(default=None, ge=0, le=100)
-    """Percent of the batches whose hidden states are on the device between two layers; None beside given shares of
+    """Percent of the batches whose hidden states are on the device between two modules; None beside given shares of
     weights and cache: all."""
     activations_host: int | None = Field(default=None, ge=0, le=100)
     """Percent of them in host memory; the rest is on disk."""
@@ -241,7 +241,8 @@ class FlexGen(Technique):
                 blocks.append(b)
                 continue
             mine, at = tiers[at : at + b.repeat], at + b.repeat
-            parts = [[i for i, p in enumerate(b.params) if p.name.startswith(name)] for name in parts_of(e.model)]
+            names = [f"{part}." if part else "" for part in parts_of(e.model)]
+            parts = [[i for i, p in enumerate(b.params) if p.name.startswith(name)] for name in names]
             sizes = [sum(b.params[i].stored_bytes for i in part) for part in parts]
             size = sum(sizes)
             for tier in ("device", "host", "disk"):

@@ -55,9 +55,10 @@ class ZeroInference(Technique):
     fetch: Literal["layers", "modules"] = "layers"
     """What is fetched at a time: whole layers, or single projections (latent attention, and a mixture's experts with
     their router, as a whole), whose memory is free for the next ones as soon as each is computed."""
-    prefetch: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0)] = 1
+    prefetch: int | Annotated[float, Field(allow_inf_nan=False)] = Field(default=1, ge=0)
     """Number of layers to prefetch; 0: none, so that nothing overlaps. Of modules: the device's memory for all that is
-    fetched, as a number of layers; 0.5 is half a layer."""
+    fetched, as a number of layers; 0.5 is half a layer. Where that is less than two of the largest modules, one is
+    fetched only after the other has computed, and no overlap is predicted."""
     resident: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
     """Number of layers that stay on the device, spread evenly over the model; auto: as many as are predicted to fit, or
     in task serve as many as give the highest predicted throughput."""
@@ -70,7 +71,8 @@ class ZeroInference(Technique):
         copies from host memory use the cores that compute, so prefetching does not help."""
         ahead = {"cpu": int(e.cluster.device.kind == "gpu"), "nvme": 1}
         units = [(tier, unit, k) for tier, k in ahead.items() for unit in ("layers", "modules")]
-        return [cls(parameters=tier, resident="auto", fetch=unit, prefetch=k and 0.5 if unit == "modules" else k)
+        part = _least_overlapping(e.model)
+        return [cls(parameters=tier, resident="auto", fetch=unit, prefetch=k and part if unit == "modules" else k)
                 for tier, unit, k in units]  # fmt: skip
 
     @classmethod
@@ -141,9 +143,14 @@ class ZeroInference(Technique):
             return largest * min(self.prefetch + 1, len(layers))
         return min(max(largest, self.prefetch * max(map(sum, layers))), sum(map(sum, layers)))
 
+    def overlaps(self, layers: Sequence[Sequence[float]]) -> bool:
+        """Whether there is room to fetch one of the largest while another computes; argument as :meth:`room`."""
+        enough = min(2 * max(map(max, layers)), sum(map(sum, layers)))
+        return self.prefetch > 0 and (self.fetch == "layers" or self.room(layers) >= enough)
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Add copies before the streamed layers, and the memory of those being fetched."""
-        stay, layers, blocks = self.stays, list[list[float]](), list[Block]()
+        stay, blocks, moved = self.stays, list[Block](), list[tuple[Block, list[float]]]()
         for b in g.blocks:
             here = min(stay, b.repeat) if b.is_layer else b.repeat
             if b.is_layer:
@@ -152,15 +159,18 @@ class ZeroInference(Technique):
                 blocks.append(b if here == b.repeat else replace(b.copy(), repeat=here))
             if here < b.repeat:
                 b.repeat -= here
-                sizes = self._move(b, e.model)
-                if self.parameters == "cpu":
-                    g.host_bytes += sum(sizes) * b.repeat
-                b.gather_forward += arriving("weights", sum(sizes), self.parameters == "nvme", e, self.prefetch > 0,
-                                             len(sizes))  # fmt: skip
-                layers += [sizes] * b.repeat
+                moved.append((b, self._move(b, e.model)))
                 blocks.append(b)
         g.blocks = blocks
-        g.weight_buffers += self.room(layers) if layers else 0.0
+        layers = [sizes for b, sizes in moved for _ in range(b.repeat)]
+        if not layers:
+            return g
+        beside, disk = self.overlaps(layers), self.parameters == "nvme"
+        for b, sizes in moved:
+            b.gather_forward += arriving("weights", sum(sizes), disk, e, beside, len(sizes))
+        if not disk:
+            g.host_bytes += sum(map(sum, layers))
+        g.weight_buffers += self.room(layers)
         return g
 
     def _move(self, b: Block, model: ModelSpec) -> list[float]:
@@ -194,6 +204,19 @@ def large_modules(model: ModelSpec, moe: bool) -> list[str]:
     cross = ["cross_attention"] if model.is_encoder_decoder else []
     mlp = ["mlp"] if moe else [f"mlp.{name}_proj" for name in (*(["gate"] if model.gated else []), "up", "down")]
     return [*attention, *cross, *mlp]
+
+
+def _least_overlapping(model: ModelSpec) -> float:
+    """Half or three quarters of a layer, whichever first has room for two of its largest modules; of a mixture, whose
+    experts are one module, half."""
+    index = model.num_layers - 1
+    names, sizes = large_modules(model, model.is_moe_layer(index)), dict[str, float]()
+    for p in model.block_parameters(index):
+        for name in names:
+            if f".{name}." in p.name:
+                sizes[name] = sizes.get(name, 0.0) + p.numel
+    total, largest = sum(sizes.values()), max(sizes.values())
+    return next((k for k in (0.5, 0.75) if k * total >= 2 * largest), 0.5)
 
 
 def eighths(layers: int) -> list[int]:

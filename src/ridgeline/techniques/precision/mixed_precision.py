@@ -10,7 +10,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Saved, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.parts import Part
-from ridgeline.techniques.registry import has
+from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -102,6 +102,9 @@ class MixedPrecision(Technique):
         sharded = has(e, "shards") and not has(e, "replicas")
         self.needs(self.weights != "gathered" or sharded, "weights=gathered is for parameters that are shards, and"
                    " gathered to be used", "add zero:stage=3, or use weights=low")  # fmt: skip
+        if self.loss != "in_place":
+            refuse(self, e, "fused_loss", f"loss={self.loss} is how the loss is taken, which {{other}} fuses",
+                   "use loss=in_place, or leave the loss out of {other}")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Matrix multiplications and most activations take half the bytes; every weight is cast once per
