@@ -96,3 +96,13 @@ def test_a_compiled_step_is_predicted_to_be_faster_where_operators_are_not_fused
     assert 0.5 * plain < compiled < plain
     assert not same
     assert said("torch_compile:backend=aot_eager") == (plain, True)
+
+
+def test_divided_experts_are_predicted_in_pieces():
+    workload = {"kind": "pretrain", "seq_len": 2048, "batch_size": 16, "micro_batch_size": 1}
+    plan = ["flash_attention", "expert_parallel:degree=8"]
+    with pytest.raises(UserError, match="experts are all on one device"):
+        make("mixtral-8x7b", "2x8xh100", workload, [*plan, "torch_compile"])
+    eager, pieces = (predict(make("mixtral-8x7b", "2x8xh100", workload, [*plan, *more])).metrics["tokens_per_s"].value
+                     for more in ([], ["torch_compile:pieces=true"]))  # fmt: skip
+    assert pieces > eager

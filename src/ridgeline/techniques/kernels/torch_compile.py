@@ -42,7 +42,6 @@ class TorchCompile(Technique):
             "fused_norms": "compiles the operators that {other} replaces by kernels of its own",
             "activations": "replaces the operators whose results {other} moves",
             "batch_shape": "compiles for one shape, and {other} changes it",
-            "divided_experts": "compiles blocks whose experts are all on one device",
         },
         unpredicted=dict.fromkeys(("pretrain", "finetune"), "its example only traces the blocks, to be quick"),
     )
@@ -80,6 +79,7 @@ class TorchCompile(Technique):
         if self.pieces:
             return
         refuse(self, e, "weights", "cannot trace how {other} expands the weights that it codes")
+        refuse(self, e, "divided_experts", "compiles blocks whose experts are all on one device")
         refuse(self, e, "shards", "compiles blocks whose parameters are whole, and {other} gathers them")
         self.needs(not e.parallel, "compiles blocks that are whole on one device, and others divide them",
                    "leave out what divides the model")  # fmt: skip
