@@ -199,7 +199,8 @@ def _find_peaks(b: Block, spec: ModelSpec, merged: bool) -> None:
         found.add("attention.q_proj.dx.quantize")
     if merged and spec.activation == "silu" and "mlp.gate_up_proj" in products:
         found.add("mlp.down_proj.quantize")
-        codes = next((op for op in b.backward if op.name == "mlp.gate_proj.dx.quantize"), None)
+        mine = (op for op in b.backward if op.name == "mlp.gate_proj.dx.quantize" and op.kind == "cast")
+        codes = next(mine, None)  # not what other engines convert, by scales that they have
         if codes is not None and not spec.mlp_bias and any(op.name == "mlp.gate_up_proj.dw" for op in b.backward):
             found.add("mlp.gate_proj.dx.quantize")
             # For each number behind the activation: 5 are read and written of 2 bytes, and 2 become 4 codes; then 3
