@@ -62,7 +62,7 @@ MEMORY = {"dynamic_memory", "length_aware_memory"}
 
 
 def codes_of(name):
-    """The kinds of codes that layers hold with this technique: their bits, group, zero points, whether they are floats;
+    """The kinds of codes that layers hold with this technique: their bits, group, tensors, whether they are floats;
     none if they hold weights."""
     e = experiment(name)
     model = build(e.model, torch.device("cpu"), torch.float32, 0).requires_grad_(False)
@@ -71,7 +71,12 @@ def codes_of(name):
         if "generate" in t.card.tasks:
             t.build(run)
     held = [m for m in model.modules() if isinstance(m, PackedLinear)]
-    return frozenset((m.bits, m.group_size, m.codes.zero is None, m.codes.floating) for m in held)
+
+    def kind(m):
+        tensors = frozenset((name, t.dtype) for name, t in m.codes.state_dict().items())
+        return m.bits, m.group_size, type(m.codes), tensors, getattr(m.codes, "floating", None)
+
+    return frozenset(map(kind, held))
 
 
 CODED = {n: kinds for n in SERVES if (kinds := codes_of(n))}
