@@ -8,7 +8,7 @@ import torch
 from tests import serving
 from tests.nn.interpreter import DEVICE
 
-from ridgeline.nn.kernels import float8, float8_gated, functions, gpu, peaks
+from ridgeline.nn.kernels import float8, float8_gated, functions, gpu, gpu_norms, peaks
 from ridgeline.nn.kernels import gather_heads as gathering
 from ridgeline.nn.kernels.gather_heads import gather_heads
 from ridgeline.nn.kernels.peaks import GatedGradient
@@ -27,7 +27,7 @@ def triton_everywhere(monkeypatch):
     monkeypatch.setattr(functions, "call", gpu.call)
     monkeypatch.setattr(peaks, "on_gpu", lambda t: True)
     for module in (
-        (gpu, peaks, float8, float8_gated, gathering) if DEVICE == "cpu" else ()
+        (gpu_norms, peaks, float8, float8_gated, gathering) if DEVICE == "cpu" else ()
     ):  # few programs, each with several rows
         monkeypatch.setattr(module, "processors", lambda device: 1)
 

@@ -3,16 +3,12 @@ told; its prediction; and the placement that `--device-memory` asks for."""
 
 import gc
 import os
-import random
 import re
 import resource
 import signal
-import threading
-from collections import deque
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.compressing import LLAMA, MIXTRAL, checkpoint, squeeze
 from tests.forked import Fork
 from torch import nn
@@ -21,7 +17,7 @@ from ridgeline import catalog, experiments
 from ridgeline.cli import app
 from ridgeline.measure.cells import generation_cell
 from ridgeline.measure.cells.generation_cell import build_generation
-from ridgeline.nn.memory.layer_stream import FileSource, LayerStream, Ring, layer_tensors, piece_sizes, size_of
+from ridgeline.nn.memory.layer_stream import FileSource, layer_tensors
 from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model import fused
 from ridgeline.nn.model.generate import decode, make_cache, prefill
@@ -142,119 +138,6 @@ def test_another_technique_changes_the_weights_first(deep):
     want = tokens(built(deep, "rtn:bits=8")[1])
     got = tokens(built(deep, "rtn:bits=8", "zero_inference:parameters=nvme")[1])
     assert torch.equal(got[1], want[1])
-
-
-# ---- the stream ------------------------------------------------------------------------------------------------------
-
-
-class Slow:
-    """A source that says when it is read."""
-
-    def __init__(self, layer, values):
-        self.values, self.started, self.reads = values, threading.Event(), 0
-        self.size = size_of(layer)
-
-    def read(self, into):
-        self.started.set()
-        self.reads += 1
-        into[: self.size].view(torch.float32)[: self.values.numel()] = self.values
-
-
-def stream(ahead, count=4):
-    """Linears [2, 2] whose weights are streamed."""
-    modules = [nn.Linear(2, 2, bias=False).requires_grad_(False) for _ in range(count)]
-    values = [torch.arange(4.0) + i for i in range(count)]
-    layers = [layer_tensors(m) for m in modules]
-    sources = [Slow(layer, v) for layer, v in zip(layers, values, strict=True)]
-    for layer in layers:
-        for t in layer:
-            t.unbind(torch.device("cpu"))
-    found = LayerStream(layers, sources, torch.device("cpu"), ahead, (ahead + 1) * max(piece_sizes(sources)))
-    found.follow(modules)
-    return found, modules, sources, values
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_reads_run_ahead_of_their_layers(ahead):
-    """While a layer computes, those of the next ``ahead`` are read and no others."""
-    _, modules, sources, values = stream(ahead)
-    x = torch.eye(2)
-    for i, m in enumerate(modules):
-        seen = []
-
-        def watch(*_, i=i, seen=seen):
-            for k in range(i + 1, min(i + 1 + ahead, len(sources))):
-                assert sources[k].started.wait(30)
-            seen += [s.started.is_set() for s in sources[i + 1 + ahead :]]
-
-        m.register_forward_pre_hook(watch)
-        assert torch.equal(m(x).T, values[i].view(2, 2))
-        assert not any(seen)
-        assert m.weight.isnan().all()  # gone, and of no use out of turn
-
-
-def test_a_pass_that_was_broken_off_starts_again():
-    found, modules, _, values = stream(1)
-    x = torch.eye(2)
-    modules[0](x)
-    modules[1](x)
-    for i in (0, 1, 2, 3, 0, 2):
-        assert torch.equal(modules[i](x).T, values[i].view(2, 2))
-    with pytest.raises(RuntimeError):
-        modules[3](torch.ones(3))
-    assert torch.equal(modules[0](x).T, values[0].view(2, 2))
-    assert len(found._pending) == 2  # as many as there is room for
-
-
-def test_pieces_of_a_ring_do_not_overlap():
-    """Taken and given back in order, of sizes and at times that are drawn: each is within the ring, none overlaps
-    another, and an empty ring has room for any."""
-    draw = random.Random(0)
-    ring, held = Ring(1000, torch.device("cpu")), deque()
-    first, wraps = ring.buffer.data_ptr(), 0
-    for _ in range(2000):
-        if held and draw.random() < 0.5:
-            ring.give()
-            held.popleft()
-        size = draw.randint(1, 1000 if not held else 400)
-        piece = ring.take(size)
-        assert piece is not None or held
-        if piece is not None:
-            start = piece.data_ptr() - first
-            assert len(piece) == size
-            assert 0 <= start <= 1000 - size
-            assert all(start + size <= a or start >= b for a, b in held)
-            wraps += bool(held) and start < held[-1][0]
-            held.append((start, start + size))
-    assert wraps > 50
-
-
-def test_modules_are_fetched_as_far_ahead_as_there_is_room():
-    """Of sizes 256, 64, 64 and 128 bytes, within 320: beside the first is room for the second, and beside that for the
-    other two; but for the first of the next pass only after the last, which leaves no 256 bytes in one piece."""
-    modules = [nn.Linear(n, 1, bias=False).requires_grad_(False) for n in (64, 16, 16, 32)]
-    values = [torch.randn(m.in_features) for m in modules]
-    groups = [layer_tensors(m) for m in modules]
-    sources = [Slow(group, v) for group, v in zip(groups, values, strict=True)]
-    found = LayerStream(groups, sources, torch.device("cpu"), len(modules), 320)
-    found.follow(modules)
-    waiting = []
-    for _ in range(3):
-        for m, v in zip(modules, values, strict=True):
-            handle = m.register_forward_pre_hook(lambda *_: waiting.append(len(found._pending)))
-            x = torch.randn(m.in_features)
-            assert torch.equal(m(x), F.linear(x, v[None]))
-            handle.remove()
-    assert waiting == 3 * [1, 2, 1, 0]
-
-
-def test_one_read_for_each_use():
-    _, modules, sources, _ = stream(1)
-    for _ in range(5):
-        for m in modules:
-            m(torch.eye(2))
-    assert [s.reads - 5 for s in sources[2:]] == [0, 0]  # the first two are on their way for the next pass
-    assert all(s.reads <= 6 for s in sources)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
 from ridgeline.nn.kernels.float8 import _power, _scale, _scaled
-from ridgeline.nn.kernels.gpu import magnitudes, swiglu_gradients
+from ridgeline.nn.kernels.gpu import swiglu_gradients
+from ridgeline.nn.kernels.gpu_norms import magnitudes
 from ridgeline.nn.kernels.peaks import PER_PROCESSOR, GatedGradient, Peaks, Wish, room
 
 TALL, WIDE = 128, 64

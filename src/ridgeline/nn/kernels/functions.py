@@ -19,7 +19,7 @@ from ridgeline.nn.kernels.backends import GatedKernel
 from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
 from ridgeline.nn.kernels.peaks import GatedGradient, Peaks, Wish
-from ridgeline.nn.kernels.products import PLAIN, Product, linear
+from ridgeline.nn.kernels.products import PLAIN, Product, add_product, linear
 from ridgeline.nn.model.loss import IGNORE
 
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
@@ -356,16 +356,6 @@ class _LogitsLoss(torch.autograd.Function):
         return gradient, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a`` times ``b``. CUDA sums 16-bit products in fp32 where they are added, without a tensor between."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += torch.mm(a, b)
-
-
 class _LinearLoss(torch.autograd.Function):
     """Sum of token losses of hidden [N, H] under a head [V, H], by chunks of rows, so that no [N, V] tensor exists.
 
@@ -389,7 +379,7 @@ class _LinearLoss(torch.autograd.Function):
             if dx is not None:
                 torch.mm(logits, w, out=dx[start : start + rows])
             if dw is not None:
-                _add_product(dw, logits.t(), part)
+                add_product(dw, logits.t(), part)
             if db is not None:
                 db += logits.sum(0, dtype=db.dtype)
             del logits  # before the next chunk's are made

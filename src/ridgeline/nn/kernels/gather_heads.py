@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
-from ridgeline.nn.kernels.gpu import magnitudes
+from ridgeline.nn.kernels.gpu_norms import magnitudes
 from ridgeline.nn.kernels.peaks import PER_PROCESSOR, Peaks
 
 TILE = 2048

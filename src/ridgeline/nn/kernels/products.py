@@ -263,3 +263,14 @@ PLAIN = _Plain()
 """The product in the operands' dtype."""
 SERVED = _Served()
 """The same of a model that is served on a GPU."""
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a`` [m, k] times ``b`` [k, n] to ``total`` [m, n]. CUDA sums 16-bit products in fp32 where they
+    are added, without a tensor between."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += torch.mm(a, b)

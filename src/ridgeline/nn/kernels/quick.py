@@ -27,6 +27,17 @@ def power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def tile(n: int, columns: int) -> tuple[bool, int]:
+    """Whether rows of ``n`` are processed in tiles of ``columns``, and how many numbers a program holds of each."""
+    folded = 0 < columns < n
+    return folded, columns if folded else power(n)
+
+
+def warps(size: int) -> int:
+    """So many that a thread holds at most 16 of ``size`` numbers of a row."""
+    return min(16, max(4, size // 512))
+
+
 class Quick:
     """A kernel that is launched as ``kernel[grid](…)``, the first time of a kind by Triton, later by what that has
     compiled.
