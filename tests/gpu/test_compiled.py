@@ -47,6 +47,8 @@ def no_waste(rows):
     assert len(rows) > 8
     for r in rows:
         assert r["spilled"] == 0, r
+        if r["kernel"].startswith("_encode"):  # elsewhere nobody reads the other half
+            assert r["undefined"] == 0, r
         assert r["instructions"] < LONGEST, r
         if r["kernel"] in ("_attend", "_tiles"):
             assert r["tensor"] > 0, r
@@ -99,7 +101,7 @@ def test_a_float8_code_takes_few_instructions(hopper):
         """A thread's instructions for each number, of which ``moved`` bytes are read and written."""
         return 0.5 * 4 * 32 * moved / (3350 / 132 / 1.755)
 
-    both = only(hopper, "float8 also transposed", "_encode_transposed")
+    both = only(hopper, "float8 also transposed of 16384", "_encode_transposed")
     assert both["instructions"] / (128 * 64 / (32 * both["warps"])) < most(2 + 2)  # 17.7
     rows = only(hopper, "float8 by rows also transposed", "_encode_both")
     # Two scales for each number. An H100 writes both codes of 16384x16384 at 2.6 TB/s, as with one scale.

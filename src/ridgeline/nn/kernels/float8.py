@@ -20,6 +20,10 @@ from ridgeline.nn.kernels.peaks import Peaks, room
 BLOCK = 4096
 TALL, WIDE = 128, 64
 """Rows and columns of a tile that is transposed: 128 bytes of a row of 16-bit numbers, 128 codes of a column."""
+TALL_OF_FP32 = 64
+"""Rows of a tile of fp32 numbers. With 128, Triton 3.6 packs bytes into registers whose other half nothing has written,
+and of what ptxas made of these, three of eight transposed codes were wrong on an H100 (``tests/gpu/test_compiled.py``
+looks for such registers)."""
 ALIGNED = 4
 """Numbers between the scale and its inverse: cuBLASLt reads float8 scales at addresses that are multiples of 16."""
 
@@ -175,16 +179,13 @@ def encode_transposed(
     of ``x``, of the whole."""
     x = x.contiguous()
     rows, columns = x.shape
-    if rows % 16 and x.dtype == torch.float32:  # which Triton 3.6 transposes wrong on Hopper
-        codes, _, inverse = encode(x, dtype, largest, known)
-        return codes, codes.t().contiguous(), inverse
     codes, transposed = _pair(x, dtype)
     scales = torch.empty(2 * ALIGNED, dtype=torch.float32, device=x.device)
     peaks = _peaks_of(x) if known is None else known.first
-    parts = len(peaks)
-    grid = (triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
+    parts, tall = len(peaks), _tall(x)
+    grid = (triton.cdiv(rows, tall), triton.cdiv(columns, WIDE))
     _encode_transposed[grid](x, peaks, codes, transposed, scales, rows, columns, parts, largest,
-                             triton.next_power_of_2(parts), TALL, WIDE, ALIGNED, num_warps=8)  # fmt: skip
+                             triton.next_power_of_2(parts), tall, WIDE, ALIGNED, num_warps=8)  # fmt: skip
     return codes, transposed, scales[ALIGNED]
 
 
@@ -197,8 +198,6 @@ def encode_rowwise(
     x = x.contiguous()
     rows, columns = x.shape
     inverse = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    if transpose and rows % 16 and x.dtype == torch.float32:  # see encode_transposed
-        return *encode_rowwise(x, dtype, largest, False)[:2], *encode_rowwise(x.t(), dtype, largest, False)[:2]
     if not transpose:
         codes = torch.empty(x.shape, dtype=dtype, device=x.device)
         tall = min(16, max(1, triton.next_power_of_2(rows // (2 * processors(x.device)))))
@@ -207,13 +206,18 @@ def encode_rowwise(
         return codes, inverse, None, None
     codes, transposed = _pair(x, dtype)
     transposed_inverse = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
+    tall = _tall(x)
+    grid = (triton.cdiv(rows, tall), triton.cdiv(columns, WIDE))
     peaks = room(rows, columns, "lines", x.device) if known is None else known
     if known is None:
-        _peaks_of_both[grid](x, *peaks, rows, columns, TALL, WIDE, num_warps=8)
-    _encode_both[grid](x, codes, transposed, inverse, transposed_inverse, *peaks, rows, columns, largest, TALL, WIDE,
+        _peaks_of_both[grid](x, *peaks, rows, columns, tall, WIDE, num_warps=8)
+    _encode_both[grid](x, codes, transposed, inverse, transposed_inverse, *peaks, rows, columns, largest, tall, WIDE,
                        num_warps=8)  # fmt: skip
     return codes, inverse, transposed, transposed_inverse
+
+
+def _tall(x: Tensor) -> int:
+    return TALL_OF_FP32 if x.dtype == torch.float32 else TALL
 
 
 def _pair(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
