@@ -115,6 +115,23 @@ def test_rows_and_heads_share_a_program(hopper):
     assert only(hopper, "norm backward rms", "_add_norm_backward")["grid"] == [2 * 132]  # of 512 threads, per processor
 
 
+STARTED_EARLY = {"_product_of_row", "_tiles", "_add_norm", "_activation", "_write", "_attend", "_merge", "_rotate"}
+"""Kernels of a decode step."""
+
+
+def test_kernels_of_decode_steps_start_early_and_wait_before_they_read_or_write(hopper):
+    """What they do before that, fetching lines into the second-level cache, is no access: nothing depends on it."""
+    early = [r for r in hopper if r["waits"]]
+    assert {r["kernel"] for r in early} >= STARTED_EARLY
+    assert [r for r in early if r["unready"] or r["waits"] != 1] == []
+    assert [r for r in hopper if r["kernel"] in STARTED_EARLY and not r["waits"]] == []
+
+
+def test_no_kernel_starts_early_before_hopper(tmp_path):
+    rows = compiled(tmp_path, "--quick", "--only", "row 28672", "--capabilities", "80", "90")
+    assert [(r["capability"], r["waits"]) for r in rows] == [(80, 0), (90, 1)]
+
+
 def test_quick_launches_are_those_of_triton(tmp_path):
     """All arguments of all launches of a served step: the first, the next, which Triton does not see, and by Triton
     alone."""

@@ -64,6 +64,10 @@ class Compiled:
     """The same of stores to it."""
     loops: tuple[Loop, ...] = ()
     """The innermost loops, the longest first."""
+    waits: int = 0
+    """Waits for the kernel before it, which has not ended (programmatic dependent launch)."""
+    unready: int = 0
+    """Accesses to global memory before the first of these."""
     seconds: float = 0.0
     """Processor time of its compilation, the assembler's included."""
 
@@ -75,7 +79,7 @@ class Compiled:
     def row(self) -> dict[str, Any]:
         """As written to JSON."""
         names = ("kernel", "capability", "warps", "registers", "spilled", "shared", "instructions", "tensor",
-                 "asynchronous", "loop")  # fmt: skip
+                 "asynchronous", "loop", "waits", "unready")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "grid": list(self.grid), "loads": {str(bits): n for bits, n in sorted(self.loads.items())},
             "stores": {str(bits): n for bits, n in sorted(self.stores.items())}, "seconds": round(self.seconds, 2),
@@ -163,6 +167,8 @@ def _measured(kernel: Any, name: str, capability: int, grid: Any, seconds: float
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.S)
 _TENSOR = re.compile(r"HMMA|HGMMA|IMMA|IGMMA|QGMMA|QMMA|BGMMA|DMMA|UTC\w*MMA")
+_WAIT = "ACQBULK"
+_ACCESS = re.compile(r"LDG|STG|ATOMG|RED|LD$|LD\.|ST$|ST\.|ATOM$|ATOM\.|UTMA|UBLK")
 _ASYNCHRONOUS = re.compile(r"LDGSTS|UTMALDG|UBLKCP")
 
 
@@ -179,6 +185,8 @@ def _counted(sass: str) -> dict[str, Any]:
     for first, last in inner:
         body = [op for at, op, _ in lines if first <= at <= last]
         loops.append(Loop(len(body), sum(bool(_TENSOR.match(op)) for op in body)))
+    ops = [op for _, op, _ in lines]
+    unready = ops[: ops.index(_WAIT)] if _WAIT in ops else []
     loads: dict[int, int] = {}
     stores: dict[int, int] = {}
     for _, op, _ in lines:
@@ -194,6 +202,8 @@ def _counted(sass: str) -> dict[str, Any]:
         "instructions": len(lines),
         "tensor": sum(bool(_TENSOR.match(op)) for _, op, _ in lines),
         "asynchronous": sum(bool(_ASYNCHRONOUS.match(op)) for _, op, _ in lines),
+        "waits": ops.count(_WAIT),
+        "unready": sum(bool(_ACCESS.match(op)) for op in unready),
         "loads": loads,
         "stores": stores,
         "loops": tuple(sorted(loops, key=lambda loop: -loop.instructions)),

@@ -16,24 +16,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.nn.kernels.early import LINE, prefetch, wait
 from ridgeline.nn.kernels.quick import blocks, quick
 
 ROWS, BLOCK, WARPS, STAGES = 8, 512, 4, 3
 """Rows of the weight for a program, inputs of a block, warps, and blocks in flight."""
 ALIGNED = 8
 """Inputs of which a weight must have a multiple, so that all of its rows are read 128 bits at a time."""
+AHEAD = 4096
+"""Bytes of each row of the weight, a power of two of 128-byte lines, that are fetched while earlier kernels run."""
 
 
 @quick
 @triton.jit
 def _product_of_row(x, w, bias, y, n, parts, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-                    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+                    EARLY: tl.constexpr = False):  # fmt: skip
     """``parts``: of ``ALIGNED`` inputs. ``EVEN``: no block of inputs reaches over the edge."""
     k = parts * ALIGNED  # by which the compiler knows how rows are aligned
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = (rows < n)[:, None]
     along = tl.arange(0, BLOCK)
     from_w = w + rows.to(tl.int64)[:, None] * k + along[None, :]
+    if EARLY and AHEAD:
+        EACH: tl.constexpr = LINE * 8 // w.dtype.element_ty.primitive_bitwidth
+        line = tl.minimum(tl.arange(0, AHEAD // LINE) * EACH, k - 1)
+        prefetch(w + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * k + line[None, :])
+    wait(EARLY)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.range(0, k, BLOCK, num_stages=STAGES):
         if EVEN:
@@ -57,6 +66,6 @@ def product_of_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     y = torch.empty(*x.shape[:-1], n, dtype=weight.dtype, device=weight.device)
     _product_of_row[blocks(n, ROWS),](
         x, weight, y if bias is None else bias, y, n, k // ALIGNED, bias is not None, k % BLOCK == 0, ROWS, BLOCK,
-        ALIGNED, STAGES, num_warps=WARPS,
+        ALIGNED, STAGES, AHEAD, num_warps=WARPS,
     )  # fmt: skip
     return y
