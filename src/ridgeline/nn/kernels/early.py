@@ -20,6 +20,8 @@ import triton.language as tl
 
 LINE = tl.constexpr(128)
 """Bytes of a line of the second-level cache."""
+FEW = tl.constexpr(128)
+"""Most rows of which each is worth fetching small things ahead: more of them share what the first has fetched."""
 
 
 @triton.jit

@@ -446,8 +446,8 @@ def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Ten
     ``wish``: of which peaks the result has, if gradients are recorded and ours computes it."""
     grad = torch.is_grad_enabled()
     if not grad:
-        if product is SERVED and kernel is None and (y := served_gated(x, merged, bias)) is not None:
-            return y
+        if product is SERVED and kernel is None and (at_once := served_gated(x, merged, bias)) is not None:
+            return at_once
         both, _ = product.forward(x, merged, bias, False, False)
         return _activated(both, None, "silu") if kernel is None else kernel.forward(both)
     found = None

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeline.nn.kernels.early import prefetch, wait
+from ridgeline.nn.kernels.early import FEW, prefetch, wait
 from ridgeline.nn.kernels.quick import blocks, power, quick
 from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.model.rotary import Rope
@@ -118,11 +118,13 @@ def _write(k, v, q, cosine, sine, slots, k_codes, k_scale, k_least, v_codes, v_s
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cosine += row * TURNED
     sine += row * TURNED
-    if EARLY:
+    if EARLY and tl.num_programs(0) <= FEW:
         prefetch(slots + row)
         if TURNED > 0:
-            prefetch(cosine + tl.arange(0, HALF))
-            prefetch(sine + tl.arange(0, HALF))
+            prefetch(cosine)
+            prefetch(cosine + TURNED // 2)
+            prefetch(sine)
+            prefetch(sine + TURNED // 2)
     wait(EARLY)
     if part < groups:
         spot = part.to(tl.int64) * pool + tl.load(slots + row)
