@@ -185,6 +185,7 @@ def products() -> Iterator[Case]:
 
         label = f"row {out}x{width} {NAMES[dtype]}{' + bias' if biased else ''}"
         yield Case(label, row, (out, width) in ((28672, 4096), (1152, 904)))
+    yield Case("row 16384x2048 bf16 gated", lambda: gemv.product_of_row(e(1, 2048), e(16384, 2048), gated=True), True)
     for bits, rows, (out, width), dtype, zero, group in (
         *((4, m, (4096, 4096), BF16, False, 128) for m in (1, 4, 16, 64, 512, 4096)),
         (4, 1, (4096, 14336), F16, True, 128), (4, 64, (14336, 4096), F16, True, 128),

@@ -64,10 +64,12 @@ class Compiled:
     """The same of stores to it."""
     loops: tuple[Loop, ...] = ()
     """The innermost loops, the longest first."""
+    early: bool = False
+    """Whether it starts before the kernel before it has ended (programmatic dependent launch)."""
     waits: int = 0
-    """Waits for the kernel before it, which has not ended (programmatic dependent launch)."""
+    """Where it waits for that."""
     unready: int = 0
-    """Accesses to global memory before the first of these."""
+    """Accesses to global memory before the first such place."""
     seconds: float = 0.0
     """Processor time of its compilation, the assembler's included."""
 
@@ -79,7 +81,7 @@ class Compiled:
     def row(self) -> dict[str, Any]:
         """As written to JSON."""
         names = ("kernel", "capability", "warps", "registers", "spilled", "shared", "instructions", "tensor",
-                 "asynchronous", "loop", "waits", "unready")  # fmt: skip
+                 "asynchronous", "loop", "early", "waits", "unready")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "grid": list(self.grid), "loads": {str(bits): n for bits, n in sorted(self.loads.items())},
             "stores": {str(bits): n for bits, n in sorted(self.stores.items())}, "seconds": round(self.seconds, 2),
@@ -161,7 +163,7 @@ def _measured(kernel: Any, name: str, capability: int, grid: Any, seconds: float
     sizes = tuple(grid(kernel.metadata) if callable(grid) else grid)
     return Compiled(
         name, capability, sizes, kernel.metadata.num_warps, int(registers[1]), int(spilled[1]) if spilled else 0,
-        kernel.metadata.shared, seconds=seconds, **_counted(sass),
+        kernel.metadata.shared, seconds=seconds, early=kernel.metadata.launch_pdl, **_counted(sass),
     )  # fmt: skip
 
 
