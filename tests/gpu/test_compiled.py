@@ -50,6 +50,7 @@ def no_waste(rows):
         if r["kernel"].startswith("_encode"):  # elsewhere nobody reads the other half
             assert r["undefined"] == 0, r
         assert r["instructions"] < LONGEST, r
+        assert (r["waits"], r["unready"]) == (int(r["early"]), 0), r
         if r["kernel"] in ("_attend", "_tiles"):
             assert r["tensor"] > 0, r
             assert r["asynchronous"] > 0, r
@@ -86,7 +87,7 @@ def test_a_code_of_a_weight_takes_few_instructions(hopper):
 def test_a_row_is_multiplied_by_few_instructions_and_wide_asynchronous_loads(hopper):
     """Half of the bytes' time at most to issue, as of float8 codes below, also where blocks reach over the edge."""
     found = [r for r in hopper if r["kernel"] == "_product_of_row"]
-    assert len(found) == 2
+    assert len(found) == 3
     for r in found:
         assert r["loop"] / (8 * 512 / (32 * r["warps"])) < 0.5 * 4 * 32 * 2 / (3350 / 132 / 1.755)  # 8.9
         assert r["loads"]["128"] >= 4
@@ -115,6 +116,23 @@ def test_a_float8_code_takes_few_instructions(hopper):
 def test_rows_and_heads_share_a_program(hopper):
     assert only(hopper, "rotate", "_rotate")["grid"] == [16384]  # rows
     assert only(hopper, "norm backward rms", "_add_norm_backward")["grid"] == [2 * 132]  # of 512 threads, per processor
+
+
+STARTED_EARLY = {"_product_of_row", "_tiles", "_add_norm", "_activation", "_write", "_attend", "_merge", "_rotate"}
+"""Kernels of a decode step."""
+
+
+def test_kernels_of_decode_steps_start_early(hopper):
+    """And wait once, before they read or write (:func:`no_waste`): lines that are fetched into the second-level cache
+    before that are no access, as nothing depends on them."""
+    early = {r["kernel"] for r in hopper if r["early"]}
+    assert early >= STARTED_EARLY
+    assert early.isdisjoint(r["kernel"] for r in hopper if not r["early"])
+
+
+def test_no_kernel_starts_early_before_hopper(tmp_path):
+    rows = compiled(tmp_path, "--quick", "--only", "row 28672", "--capabilities", "80", "90")
+    assert [(r["capability"], r["early"], r["waits"]) for r in rows] == [(80, False, 0), (90, True, 1)]
 
 
 def test_quick_launches_are_those_of_triton(tmp_path):

@@ -66,6 +66,12 @@ class Compiled:
     """The same of stores to it."""
     loops: tuple[Loop, ...] = ()
     """The innermost loops, the longest first."""
+    early: bool = False
+    """Whether it starts before the kernel before it has ended (programmatic dependent launch)."""
+    waits: int = 0
+    """Where it waits for that."""
+    unready: int = 0
+    """Accesses to global memory before the first such place."""
     seconds: float = 0.0
     """Processor time of its compilation, the assembler's included."""
 
@@ -77,7 +83,7 @@ class Compiled:
     def row(self) -> dict[str, Any]:
         """As written to JSON."""
         names = ("kernel", "capability", "warps", "registers", "spilled", "shared", "instructions", "tensor",
-                 "asynchronous", "undefined", "loop")  # fmt: skip
+                 "asynchronous", "undefined", "loop", "early", "waits", "unready")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "grid": list(self.grid), "loads": {str(bits): n for bits, n in sorted(self.loads.items())},
             "stores": {str(bits): n for bits, n in sorted(self.stores.items())}, "seconds": round(self.seconds, 2),
@@ -159,7 +165,8 @@ def _measured(kernel: Any, name: str, capability: int, grid: Any, seconds: float
     sizes = tuple(grid(kernel.metadata) if callable(grid) else grid)
     return Compiled(
         name, capability, sizes, kernel.metadata.num_warps, int(registers[1]), int(spilled[1]) if spilled else 0,
-        kernel.metadata.shared, seconds=seconds, undefined=_undefined(kernel.asm["ptx"]), **_counted(sass),
+        kernel.metadata.shared, seconds=seconds, undefined=_undefined(kernel.asm["ptx"]),
+        early=kernel.metadata.launch_pdl, **_counted(sass),
     )  # fmt: skip
 
 
@@ -175,6 +182,8 @@ def _undefined(ptx: str) -> int:
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.S)
 _TENSOR = re.compile(r"HMMA|HGMMA|IMMA|IGMMA|QGMMA|QMMA|BGMMA|DMMA|UTC\w*MMA")
+_WAIT = "ACQBULK"
+_ACCESS = re.compile(r"LDG|STG|ATOMG|RED|LD$|LD\.|ST$|ST\.|ATOM$|ATOM\.|UTMA|UBLK")
 _ASYNCHRONOUS = re.compile(r"LDGSTS|UTMALDG|UBLKCP")
 
 
@@ -191,6 +200,8 @@ def _counted(sass: str) -> dict[str, Any]:
     for first, last in inner:
         body = [op for at, op, _ in lines if first <= at <= last]
         loops.append(Loop(len(body), sum(bool(_TENSOR.match(op)) for op in body)))
+    ops = [op for _, op, _ in lines]
+    unready = ops[: ops.index(_WAIT)] if _WAIT in ops else []
     loads: dict[int, int] = {}
     stores: dict[int, int] = {}
     for _, op, _ in lines:
@@ -206,6 +217,8 @@ def _counted(sass: str) -> dict[str, Any]:
         "instructions": len(lines),
         "tensor": sum(bool(_TENSOR.match(op)) for _, op, _ in lines),
         "asynchronous": sum(bool(_ASYNCHRONOUS.match(op)) for _, op, _ in lines),
+        "waits": ops.count(_WAIT),
+        "unready": sum(bool(_ACCESS.match(op)) for op in unready),
         "loads": loads,
         "stores": stores,
         "loops": tuple(sorted(loops, key=lambda loop: -loop.instructions)),

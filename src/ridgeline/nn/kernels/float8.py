@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.early import wait
 from ridgeline.nn.kernels.gpu_norms import magnitudes
 from ridgeline.nn.kernels.peaks import Peaks, room
+from ridgeline.nn.kernels.quick import quick
 
 BLOCK = 4096
 TALL, WIDE = 128, 64
@@ -28,9 +30,11 @@ ALIGNED = 4
 """Numbers between the scale and its inverse: cuBLASLt reads float8 scales at addresses that are multiples of 16."""
 
 
+@quick
 @triton.jit
-def _peaks(x, peaks, n, BLOCK: tl.constexpr):
+def _peaks(x, peaks, n, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     """The largest magnitude of each program's part, as the bits of a float, in whose order NaN is above infinity."""
+    wait(EARLY)
     most = tl.zeros([BLOCK], tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):
@@ -65,10 +69,12 @@ def _scaled(value, scale, LARGEST: tl.constexpr):
     return tl.minimum(tl.maximum(value.to(tl.float32) * scale, -LARGEST), LARGEST)
 
 
+@quick
 @triton.jit
 def _encode(x, peaks, codes, scales, n, count, LARGEST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-            ALIGNED: tl.constexpr):  # fmt: skip
+            ALIGNED: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     """``codes`` of x, and ``scales``: what values were multiplied by, and its inverse."""
+    wait(EARLY)
     part = tl.arange(0, PARTS)
     scale = _scale(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST)
     if tl.program_id(0) == 0:
@@ -97,9 +103,12 @@ def _encode_transposed(x, peaks, codes, transposed, scales, rows, columns, count
     tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(code), there)
 
 
+@quick
 @triton.jit
-def _encode_rows(x, codes, inverse, rows, columns, LARGEST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
+def _encode_rows(x, codes, inverse, rows, columns, LARGEST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+                 EARLY: tl.constexpr = False):  # fmt: skip
     """``codes`` of TALL rows, each with a scale of its own, and ``inverse`` [rows], the scales' inverses."""
+    wait(EARLY)
     i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     most = tl.zeros([TALL], tl.int32)
     for start in range(0, columns, WIDE):

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.early import LINE, prefetch, wait
 from ridgeline.nn.kernels.quick import Quick, quick
 from ridgeline.nn.kernels.target import capability
 
@@ -53,6 +54,9 @@ LAUNCHES = {
 """By stripe."""
 MANY_ROWS = 128
 """Most rows that are multiplied by the kernel; above them every ``block_m`` rows would dequantize the weight again."""
+AHEAD = 512
+"""Bytes of each row of a program's words, a power of two of 128-byte lines, that are fetched, with what they are
+scaled by, while earlier kernels run."""
 EXPANDED_ROWS = 8
 """Outputs of a program that expands a weight."""
 
@@ -122,7 +126,8 @@ def _raised(held, AT: tl.constexpr, BITS: tl.constexpr):
 def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, group, per_split,
            BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, RUN: tl.constexpr,
            STRIPE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
-           ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+           ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+           AHEAD: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     """``RUN``: inputs of a block that lie in one group, whole stripes. ``per_split``: blocks of a program."""
     PER: tl.constexpr = 32 // BITS
     BLOCK: tl.constexpr = STRIPE * PER
@@ -137,6 +142,13 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
     last = tl.minimum(first + per_split, row_words // STRIPE)
     held_at = words + rows[:, None].to(tl.int64) * row_words + along[None, :]
     x_at = x + lines[None, :].to(tl.int64) * k + along[:, None]
+    if EARLY and AHEAD:
+        line = tl.minimum(first * STRIPE + tl.arange(0, AHEAD // LINE) * (LINE // 4), row_words - 1)
+        prefetch(words + tl.minimum(rows, n - 1)[:, None].to(tl.int64) * row_words + line[None, :])
+        SCALES: tl.constexpr = AHEAD // 4 * PER // RUN
+        lines_of = (first * BLOCK + tl.arange(0, SCALES if SCALES > 0 else 1) * RUN) // group
+        prefetch(scale + tl.minimum(lines_of, groups - 1) * scale_row + tl.program_id(0) * BLOCK_N)
+    wait(EARLY)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in tl.range(first, last, num_stages=STAGES):
         if EVEN_N:
@@ -271,6 +283,7 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
         row_words, scale.stride(0), len(scale), group, per_split, bits, float(center), zero is not None,
         bias is not None, _run(k, group, bits, stripe), stripe, n % how.block_n == 0, k * bits == 32 * row_words,
-        splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages, num_warps=how.warps,
+        splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages, AHEAD,
+        num_warps=how.warps,
     )  # fmt: skip
     return y

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.early import prefetch, wait
 from ridgeline.nn.kernels.quick import blocks, power, quick
 from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.memory.step_pages import Pages
@@ -107,13 +108,19 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
             slots, blocks, groups, repeat, q_row, q_head, window, splits, scale, cap, KIND: tl.constexpr,
             GROUP: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
             SINKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, PADDED: tl.constexpr,
-            ROWS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+            ROWS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     """``ROWS`` rows of one sequence and one key head over one part of the keys that they see.
 
     ``STORED``: numbers in a stored row, half of a head's where two 4-bit codes share a byte; these are multiplied half
     by half.
     """
     g, s = tl.program_id(1), tl.program_id(2)
+    if EARLY:  # which the weights of a layer have pushed out of the cache since the layer before
+        prefetch(work + tl.program_id(0) * 2)
+        prefetch(lengths)
+        prefetch(starts)
+        prefetch(table)
+    wait(EARLY)
     b = tl.load(work + tl.program_id(0) * 2)
     first_row = tl.load(work + tl.program_id(0) * 2 + 1)
     length, start = tl.load(lengths + b), tl.load(starts + b)
@@ -232,8 +239,9 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
 @quick
 @triton.jit
 def _merge(acc, stats, out, work, starts, repeat, groups, splits, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-           SPLITS: tl.constexpr):  # fmt: skip
+           SPLITS: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     """Merge one row's parts, weighted by their fractions of the whole softmax sum."""
+    wait(EARLY)
     b = tl.load(work + tl.program_id(0) * 2)
     row = tl.load(work + tl.program_id(0) * 2 + 1) + tl.program_id(2)
     start = tl.load(starts + b)

@@ -126,6 +126,15 @@ def served_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return product_of_row(x, weight, bias)
 
 
+def served_gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """SwiGLU of :func:`served_linear`, weight [2 · f, k] → [..., f], in one launch; None: not of this many rows."""
+    if torch.compiler.is_compiling() or not _is_row(x, weight, bias):
+        return None
+    from ridgeline.nn.kernels.gemv import product_of_row
+
+    return product_of_row(x, weight, bias, gated=True)
+
+
 def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel for one row computes it. Looks at shapes alone, not at data."""
     if x.shape[-1] != x.numel():  # first, as most are not
