@@ -58,8 +58,8 @@ class Compiled:
     """Products on tensor cores (HMMA, HGMMA, IMMA, UTCMMA and their like)."""
     asynchronous: int
     """Copies to shared memory that no thread waits for (cp.async, bulk copies)."""
-    undefined: int = 0
-    """16-bit halves that nothing has written of registers that are packed: ptxas may drop the written half too."""
+    torn: int = 0
+    """Pairs of float8 codes that are packed into words and read one by one, too: of the latter ptxas 12.8 lost some."""
     loads: dict[int, int] = field(default_factory=dict)
     """Number of loads from global memory, by their bits."""
     stores: dict[int, int] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Compiled:
     def row(self) -> dict[str, Any]:
         """As written to JSON."""
         names = ("kernel", "capability", "warps", "registers", "spilled", "shared", "instructions", "tensor",
-                 "asynchronous", "undefined", "loop", "early", "waits", "unready")  # fmt: skip
+                 "asynchronous", "torn", "loop", "early", "waits", "unready")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "grid": list(self.grid), "loads": {str(bits): n for bits, n in sorted(self.loads.items())},
             "stores": {str(bits): n for bits, n in sorted(self.stores.items())}, "seconds": round(self.seconds, 2),
@@ -165,19 +165,20 @@ def _measured(kernel: Any, name: str, capability: int, grid: Any, seconds: float
     sizes = tuple(grid(kernel.metadata) if callable(grid) else grid)
     return Compiled(
         name, capability, sizes, kernel.metadata.num_warps, int(registers[1]), int(spilled[1]) if spilled else 0,
-        kernel.metadata.shared, seconds=seconds, undefined=_undefined(kernel.asm["ptx"]),
-        early=kernel.metadata.launch_pdl, **_counted(sass),
+        kernel.metadata.shared, seconds=seconds, torn=_torn(kernel.asm["ptx"]), early=kernel.metadata.launch_pdl,
+        **_counted(sass),
     )  # fmt: skip
 
 
+_CODES = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f\w+\s+(%rs\d+)")
 _PACKED = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}")
-_WRITTEN = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?!st\.|red\.)[a-z][\w.:]*\s+(?:\{([^}]*)\}|(%rs\d+))", re.M)
 
 
-def _undefined(ptx: str) -> int:
-    """Halves of packed registers that no instruction writes."""
-    written = {name for many, one in _WRITTEN.findall(ptx) for name in re.findall(r"%rs\d+", many or one)}
-    return sum(half not in written for pair in _PACKED.findall(ptx) for half in pair)
+def _torn(ptx: str) -> int:
+    """Pairs of float8 codes that are packed with another pair, and read one by one as well."""
+    packed = {pair for both in _PACKED.findall(ptx) for pair in both}
+    others = _CODES.sub("", _PACKED.sub("", ptx))
+    return sum(re.search(rf"{pair}\b", others) is not None for pair in packed & set(_CODES.findall(ptx)))
 
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.S)

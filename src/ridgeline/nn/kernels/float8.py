@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from ridgeline.nn.kernels.dispatch import processors
 from ridgeline.nn.kernels.early import wait
@@ -22,10 +23,6 @@ from ridgeline.nn.kernels.quick import quick
 BLOCK = 4096
 TALL, WIDE = 128, 64
 """Rows and columns of a tile that is transposed: 128 bytes of a row of 16-bit numbers, 128 codes of a column."""
-TALL_OF_FP32 = 64
-"""Rows of a tile of fp32 numbers. With 128, Triton 3.6 packs bytes into registers whose other half nothing has written,
-and of what ptxas made of these, three of eight transposed codes were wrong on an H100 (``tests/gpu/test_compiled.py``
-looks for such registers)."""
 ALIGNED = 4
 """Numbers between the scale and its inverse: cuBLASLt reads float8 scales at addresses that are multiples of 16."""
 
@@ -63,6 +60,19 @@ def _power(bits, LARGEST: tl.constexpr):
     return tl.where(bits >= 0x7F800000, float("nan"), scale)
 
 
+COMPILED = tl.constexpr(isinstance(_scale, JITFunction))
+"""Whether kernels are, and not in Triton's interpreter, which has no assembly."""
+
+
+@triton.jit
+def apart(scale):
+    """``scale``, to the compiler another number, so that codes made with it share no register with those made before:
+    of codes that are stored as words and moved as bytes too, ptxas 12.8 lost every other one."""
+    if not COMPILED:
+        return scale
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [scale], tl.float32, False, 1)
+
+
 @triton.jit
 def _scaled(value, scale, LARGEST: tl.constexpr):
     """Values to be rounded to codes."""
@@ -97,8 +107,9 @@ def _encode_transposed(x, peaks, codes, transposed, scales, rows, columns, count
     i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     j = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     at, inside = i[:, None] * columns + j[None, :], (i < rows)[:, None] & (j < columns)[None, :]
-    code = _scaled(tl.load(x + at, inside, other=0.0), scale, LARGEST).to(codes.dtype.element_ty)
-    tl.store(codes + at, code, inside)
+    value = tl.load(x + at, inside, other=0.0)
+    tl.store(codes + at, _scaled(value, scale, LARGEST).to(codes.dtype.element_ty), inside)
+    code = _scaled(value, apart(scale), LARGEST).to(codes.dtype.element_ty)
     there = (j < columns)[:, None] & (i < rows)[None, :]
     tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(code), there)
 
@@ -191,10 +202,10 @@ def encode_transposed(
     codes, transposed = _pair(x, dtype)
     scales = torch.empty(2 * ALIGNED, dtype=torch.float32, device=x.device)
     peaks = _peaks_of(x) if known is None else known.first
-    parts, tall = len(peaks), _tall(x)
-    grid = (triton.cdiv(rows, tall), triton.cdiv(columns, WIDE))
+    parts = len(peaks)
+    grid = (triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
     _encode_transposed[grid](x, peaks, codes, transposed, scales, rows, columns, parts, largest,
-                             triton.next_power_of_2(parts), tall, WIDE, ALIGNED, num_warps=8)  # fmt: skip
+                             triton.next_power_of_2(parts), TALL, WIDE, ALIGNED, num_warps=8)  # fmt: skip
     return codes, transposed, scales[ALIGNED]
 
 
@@ -215,18 +226,13 @@ def encode_rowwise(
         return codes, inverse, None, None
     codes, transposed = _pair(x, dtype)
     transposed_inverse = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
-    tall = _tall(x)
-    grid = (triton.cdiv(rows, tall), triton.cdiv(columns, WIDE))
+    grid = (triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
     peaks = room(rows, columns, "lines", x.device) if known is None else known
     if known is None:
-        _peaks_of_both[grid](x, *peaks, rows, columns, tall, WIDE, num_warps=8)
-    _encode_both[grid](x, codes, transposed, inverse, transposed_inverse, *peaks, rows, columns, largest, tall, WIDE,
+        _peaks_of_both[grid](x, *peaks, rows, columns, TALL, WIDE, num_warps=8)
+    _encode_both[grid](x, codes, transposed, inverse, transposed_inverse, *peaks, rows, columns, largest, TALL, WIDE,
                        num_warps=8)  # fmt: skip
     return codes, inverse, transposed, transposed_inverse
-
-
-def _tall(x: Tensor) -> int:
-    return TALL_OF_FP32 if x.dtype == torch.float32 else TALL
 
 
 def _pair(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
