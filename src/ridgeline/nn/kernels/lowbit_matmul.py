@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
-from ridgeline.nn.kernels.quick import Quick, quick
+from ridgeline.nn.kernels.quick import Quick, blocks, quick
 from ridgeline.nn.kernels.target import capability
 
 
@@ -39,18 +39,25 @@ class Launch(NamedTuple):
     """Outputs of a program."""
     warps: int
     stages: int
-    """Tiles of words in flight."""
+    """Tiles of words that a program holds. It asks for the last of them when it is done with the first: two leave the
+    memory idle meanwhile."""
     programs: int
     """Programs for each processor, which splits of the inputs make up."""
+    words: int = 64
+    """Words of a row that are taken at a time, a stripe at most."""
 
 
 _NARROW = (Launch(8, 8, 64, 4, 4, 6), Launch(16, 16, 64, 4, 4, 4), Launch(32, 32, 128, 8, 3, 2),
            Launch(128, 64, 128, 8, 3, 2))  # fmt: skip
 LAUNCHES = {
     16: _NARROW, 32: _NARROW,
-    64: (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 128, 8, 3, 2), Launch(128, 64, 128, 8, 2, 1)),
+    64: (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 128, 8, 3, 2), Launch(128, 64, 128, 8, 3, 1, 32)),
 }  # fmt: skip
 """By stripe."""
+FEW_ROWS, FEW_OUTPUTS, FEW_WARPS = 8, 16, 4
+"""Most rows that are multiplied by programs which have all inputs of a few outputs, these, and their warps."""
+FEW_STAGES = {2: 3, 4: 3, 8: 5}
+"""Tiles of words that such a program holds, by the bits of a code."""
 MANY_ROWS = 128
 """Most rows that are multiplied by the kernel; above them every ``block_m`` rows would dequantize the weight again."""
 EXPANDED_ROWS = 8
@@ -119,11 +126,12 @@ def _raised(held, AT: tl.constexpr, BITS: tl.constexpr):
 
 @quick
 @triton.jit
-def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, group, per_split,
-           BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, RUN: tl.constexpr,
-           STRIPE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
+def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, per_split,
+           GROUP: tl.constexpr, BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, RUN: tl.constexpr,
+           STRIPE: tl.constexpr, WORDS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
            ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """``RUN``: inputs of a block that lie in one group, whole stripes. ``per_split``: blocks of a program."""
+    """``RUN``: inputs of a block that lie in one group, whole stripes. ``WORDS``: of a stripe that are taken at a time.
+    ``per_split``: blocks of a program, each ``WORDS`` words of every row."""
     PER: tl.constexpr = 32 // BITS
     BLOCK: tl.constexpr = STRIPE * PER
     STRIPES: tl.constexpr = RUN // STRIPE
@@ -132,19 +140,21 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = lines < m
-    along = tl.arange(0, STRIPE)
+    along = tl.arange(0, WORDS)
     first = tl.program_id(1) * per_split
-    last = tl.minimum(first + per_split, row_words // STRIPE)
+    last = tl.minimum(first + per_split, row_words // WORDS)
     held_at = words + rows[:, None].to(tl.int64) * row_words + along[None, :]
     x_at = x + lines[None, :].to(tl.int64) * k + along[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
+    for part_of_block in tl.range(first, last, num_stages=STAGES):
         if EVEN_N:
-            held = tl.load(held_at + block * STRIPE)
+            held = tl.load(held_at + part_of_block * WORDS)
         else:
-            held = tl.load(held_at + block * STRIPE, (rows < n)[:, None], other=0)
+            held = tl.load(held_at + part_of_block * WORDS, (rows < n)[:, None], other=0)
+        block = part_of_block // (STRIPE // WORDS)
+        column = block * BLOCK + part_of_block % (STRIPE // WORDS) * WORDS
         for g in tl.static_range(BLOCK // RUN):
-            which = tl.minimum((block * BLOCK + g * RUN) // group, groups - 1)
+            which = tl.minimum((block * BLOCK + g * RUN) // GROUP, groups - 1)
             s = tl.load(scale + which * scale_row + rows, rows < n, other=0.0).to(tl.float32)
             center = CENTER
             if HAS_ZERO:
@@ -153,8 +163,8 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
             for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
                 inside = there[None, :]
                 if not EVEN_K:
-                    inside = inside & (block * BLOCK + i * STRIPE + along < k)[:, None]
-                a = tl.load(x_at + block * BLOCK + i * STRIPE, inside, other=0.0)
+                    inside = inside & (column + i * STRIPE + along < k)[:, None]
+                a = tl.load(x_at + column + i * STRIPE, inside, other=0.0)
                 w = _centered(held, center, i, BITS, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
                 part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
             total += part * s[:, None]
@@ -168,6 +178,65 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
         _add_parts(parts, arrived, y, total, base, to, inside, m, n)
     else:
         tl.store(y + to, (total + base).to(y.dtype.element_ty), inside)
+
+
+@quick
+@triton.jit
+def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, BITS: tl.constexpr,
+         CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+         STRIPE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr,
+         ONE: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
+         STAGES: tl.constexpr):  # fmt: skip
+    """Few rows: a program has all inputs of its outputs, its warps take every ``WARPS``-th block of them, and add their
+    sums at the end. ``ONE``: there is one row, in all columns of the products."""
+    PER: tl.constexpr = 32 // BITS
+    BLOCK: tl.constexpr = STRIPE * PER
+    STRIPES: tl.constexpr = RUN // STRIPE
+    dtype: tl.constexpr = x.dtype.element_ty if ASSEMBLY else tl.float32
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lines = tl.arange(0, BLOCK_M)
+    there = lines < m
+    warp, along = tl.arange(0, WARPS), tl.arange(0, STRIPE)
+    beside = warp[:, None] * BLOCK + along[None, :]
+    held_at = words + rows.to(tl.int64)[None, :, None] * row_words + (warp[:, None] * STRIPE + along[None, :])[:, None, :]
+    row_at = x + beside
+    x_at = row_at[:, :, None] + lines.to(tl.int64)[None, None, :] * k
+    total = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+    for block in tl.range(0, row_words // STRIPE, WARPS, num_stages=STAGES):
+        if EVEN_N and EVEN_BLOCKS:
+            held = tl.load(held_at + block * STRIPE)
+        else:
+            mine = (block + warp < row_words // STRIPE)[:, None, None] & (rows < n)[None, :, None]
+            held = tl.load(held_at + block * STRIPE, mine, other=0)
+        for g in tl.static_range(BLOCK // RUN):
+            which = tl.minimum(((block + warp) * BLOCK + g * RUN) // GROUP, groups - 1)
+            at = which[:, None] * scale_row + rows[None, :]
+            s = tl.load(scale + at, (rows < n)[None, :], other=0.0).to(tl.float32)
+            center = CENTER
+            if HAS_ZERO:
+                center = tl.load(zero + at, (rows < n)[None, :], other=0).to(tl.float32)[:, :, None]
+            part = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+            for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
+                column = block * BLOCK + i * STRIPE
+                inside = beside < k - column
+                if ONE:
+                    if EVEN_BLOCKS and EVEN_K:
+                        row = tl.load(row_at + column)
+                    else:
+                        row = tl.load(row_at + column, inside, other=0.0)
+                    a = tl.broadcast_to(row[:, :, None], [WARPS, STRIPE, BLOCK_M])
+                elif EVEN_BLOCKS and EVEN_K:
+                    a = tl.load(x_at + column, there[None, None, :], other=0.0)
+                else:
+                    a = tl.load(x_at + column, inside[:, :, None] & there[None, None, :], other=0.0)
+                w = _centered(held, center, i, BITS, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
+                part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
+            total += part * s[:, :, None]
+    whole = tl.sum(total, 0)
+    if HAS_BIAS:
+        whole += tl.load(bias + rows, rows < n, other=0.0).to(tl.float32)[:, None]
+    to = lines[None, :].to(tl.int64) * n + rows[:, None]
+    tl.store(y + to, whole.to(y.dtype.element_ty), (rows < n)[:, None] & there[None, :])
 
 
 @triton.jit
@@ -256,21 +325,34 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         dense = expanded(words, scale, zero, k, bits, center, group, stripe, x.dtype)
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
     x = x.contiguous()
+    if m <= FEW_ROWS:
+        y = torch.empty(m, n, dtype=dtype, device=x.device)
+        one = m == 1 and stripe >= 64  # a thread of a warp loads two inputs at least: copies are of 32 bits or more
+        _few[blocks(n, FEW_OUTPUTS),](
+            x, words, scale, words if zero is None else zero, y if bias is None else bias, y, m, n, k, row_words,
+            scale.stride(0), len(scale), bits, float(center), zero is not None, bias is not None, group,
+            _run(k, group, bits, stripe), stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0,
+            k * bits == 32 * row_words, one, isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS, FEW_STAGES[bits],
+            num_warps=FEW_WARPS,
+        )  # fmt: skip
+        return y
     how = next(each for each in LAUNCHES[stripe] if m <= each.rows)
     if stripe * 32 // bits >= 512 and capability() != 90:
         # Ampere's registers would not do, and Triton 3.7 makes a kernel of nothing for Blackwell.
         how = how._replace(block_m=min(how.block_m, 16 if bits == 2 else 32))
-    blocks, tiles = row_words // stripe, (triton.cdiv(n, how.block_n), triton.cdiv(m, how.block_m))
+    words_of = min(stripe, how.words)
+    tiles = blocks(n, how.block_n), blocks(m, how.block_m)
+    steps = row_words // words_of
     wanted = round(how.programs * processors(x.device) / (tiles[0] * tiles[1]))
-    per_split = triton.cdiv(blocks, max(1, min(blocks, wanted)))
-    splits = triton.cdiv(blocks, per_split)
+    per_split = blocks(steps, max(1, min(steps, wanted)))
+    splits = blocks(steps, per_split)
     assert splits == 1 or arrived.numel() >= tiles[0] * tiles[1]
     y = torch.empty(m, n, dtype=dtype, device=x.device)
     parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else y
     _tiles[tiles[0], splits, tiles[1]](
         x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
-        row_words, scale.stride(0), len(scale), group, per_split, bits, float(center), zero is not None,
-        bias is not None, _run(k, group, bits, stripe), stripe, n % how.block_n == 0, k * bits == 32 * row_words,
+        row_words, scale.stride(0), len(scale), per_split, group, bits, float(center), zero is not None,
+        bias is not None, _run(k, group, bits, stripe), stripe, words_of, n % how.block_n == 0, k * bits == 32 * row_words,
         splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages, num_warps=how.warps,
     )  # fmt: skip
     return y
