@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
-from ridgeline.nn.kernels.paged_decode import EACH, STAGES, WARPS, _attend_few, own_keys
+from ridgeline.nn.kernels.paged_decode import EACH, ROWS, STAGES, WARPS, _attend_few, own_keys
 from ridgeline.nn.kernels.quick import Quick, blocks, power, quick
 from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.memory.step_pages import Pages
@@ -328,7 +328,7 @@ def paged_attention(
     group = keys.group if isinstance(keys, NibbleCodes) else width
     for work in given.work:
         count = len(work.items)
-        own = work.split and own_keys(work.rows, kind, stored, width, group, slots)  # of each warp
+        own = work.split and own_keys(work.used, kind, stored, width, group, slots)  # of each warp
         small = not work.split and width > (128 if capability() >= 90 and kind != "int4" else 64)
         tile = WARPS * EACH[kind] if own else TILE // 2 if q.dtype == torch.float32 or small else TILE
         longest = given.table.shape[1] * given.block
@@ -351,7 +351,7 @@ def paged_attention(
             "KIND": _KINDS[kind], "WINDOWED": window != 0, "CHUNKED": window < 0,
             "CAPPED": changes.soft_cap is not None, "SLOPES": changes.slopes is not None,
             "SINKS": changes.sinks is not None, "SPLIT": splits > 1, "BLOCK": given.block, "STORED": stored,
-            "ROWS": work.rows, "LEAST": least,
+            "ROWS": ROWS if own else work.rows, "LEAST": least,
         }  # fmt: skip
         if own:
             _attend_few[count, groups, splits](

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from ridgeline.nn.kernels.quick import quick
 
-WARPS = 4
+WARPS, ROWS = 4, 8
+"""Of a program: warps, and query heads that share a key head."""
 EACH = {"plain": 16, "int8": 32, "int4": 32, "fp8": 32, "native fp8": 32}
 """Keys of a warp in one tile, by the kind of the pool."""
 OWN = {"int8", "int4", "fp8", "native fp8"}
@@ -38,16 +39,13 @@ lop3.b32 u, v, 0x00800080, 0x43804380, 0x6a;
 lop3.b32 v, v, 0x007f007f, 0x43004300, 0xea;
 fma.rn.bf16x2 $1, u, m, v;
 }"""
-# The same of fp16, whose mantissa holds a byte: 1024 + 128 + code, less 1152.
+# The same of fp16, whose mantissa holds a byte: 1024 + 128 + code.
 _BYTES_F16 = """{
-.reg .b32 s, t, v, m, e;
-mov.b32 m, 0xe480e480;
+.reg .b32 s, e;
 mov.b32 e, 0x64646464;
 xor.b32 s, $2, 0x80808080;
-prmt.b32 t, s, e, 0x4140;
-prmt.b32 v, s, e, 0x4342;
-add.rn.f16x2 $0, t, m;
-add.rn.f16x2 $1, v, m;
+prmt.b32 $0, s, e, 0x4140;
+prmt.b32 $1, s, e, 0x4342;
 }"""
 # The low nibbles of four bytes (moved down by 0 bits) or the high ones (4), plus 128 in bf16, 1024 in fp16.
 _NIBBLES = """{{
@@ -64,22 +62,30 @@ LOW_F16, HIGH_F16 = (tl.constexpr(_NIBBLES.format(down, "0x64006400")) for down 
 
 
 @triton.jit
-def _numbers(codes, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Codes as numbers of ``dtype``; nibbles with 128 (fp16: 1024) on top. fp8 without an instruction: 1/256."""
+def _numbers(codes, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr, RAISED: tl.constexpr,
+             ASSEMBLY: tl.constexpr):  # fmt: skip
+    """Codes as numbers of ``dtype``. ``RAISED``: int8 by 128, and nibbles and int8 by 128 in bf16 and fp32, by 1024 in
+    fp16, which saves an instruction. fp8 without an instruction: 1/256."""
+    TOP: tl.constexpr = 1024 if dtype == tl.float16 else 128
     if ASSEMBLY and KIND == 1 and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [codes], tl.bfloat16, True, 4)
     elif ASSEMBLY and KIND == 1 and dtype == tl.float16:
-        return tl.inline_asm_elementwise(BYTES_F16, "=r,=r,r", [codes], tl.float16, True, 4)
-    elif ASSEMBLY and KIND == 2 and dtype == tl.bfloat16 and HALF == 0:
-        return tl.inline_asm_elementwise(LOW_BF16, "=r,=r,r", [codes], tl.bfloat16, True, 4)
-    elif ASSEMBLY and KIND == 2 and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(HIGH_BF16, "=r,=r,r", [codes], tl.bfloat16, True, 4)
-    elif ASSEMBLY and KIND == 2 and dtype == tl.float16 and HALF == 0:
-        return tl.inline_asm_elementwise(LOW_F16, "=r,=r,r", [codes], tl.float16, True, 4)
-    elif ASSEMBLY and KIND == 2 and dtype == tl.float16:
-        return tl.inline_asm_elementwise(HIGH_F16, "=r,=r,r", [codes], tl.float16, True, 4)
+        raised = tl.inline_asm_elementwise(BYTES_F16, "=r,=r,r", [codes], tl.float16, True, 4)
+        return raised if RAISED else raised - 1152.0
+    elif KIND == 1:
+        return (codes.to(tl.int32) + (TOP + 128 if RAISED else 0)).to(dtype)
+    elif KIND == 2 and ASSEMBLY and (dtype == tl.bfloat16 or dtype == tl.float16):
+        if dtype == tl.bfloat16 and HALF == 0:
+            raised = tl.inline_asm_elementwise(LOW_BF16, "=r,=r,r", [codes], tl.bfloat16, True, 4)
+        elif dtype == tl.bfloat16:
+            raised = tl.inline_asm_elementwise(HIGH_BF16, "=r,=r,r", [codes], tl.bfloat16, True, 4)
+        elif HALF == 0:
+            raised = tl.inline_asm_elementwise(LOW_F16, "=r,=r,r", [codes], tl.float16, True, 4)
+        else:
+            raised = tl.inline_asm_elementwise(HIGH_F16, "=r,=r,r", [codes], tl.float16, True, 4)
+        return raised if RAISED else raised - TOP
     elif KIND == 2:
-        return (((codes.to(tl.int32) >> (4 * HALF)) & 15) + (1024 if dtype == tl.float16 else 128)).to(dtype)
+        return (((codes.to(tl.int32) >> (4 * HALF)) & 15) + (TOP if RAISED else 0)).to(dtype)
     elif KIND == 3:
         bits = codes.to(tl.int32)
         return ((bits + (bits & 128)) << 7).to(tl.int16).to(tl.float16, bitcast=True).to(dtype)
@@ -128,17 +134,23 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
     part = tl.maximum(tl.cdiv(tl.cdiv(seen - begin, TILE), splits), LEAST) * TILE
     begin += s * part
     end = tl.minimum(begin + part, seen)
-    place = q + (start + query).to(tl.int64)[:, None] * q_row + head[:, None] * q_head + wide[None, :]
-    low = tl.load(place, mine[:, None], other=0.0)
-    dtype: tl.constexpr = tl.float16 if KIND >= 3 and low.dtype == tl.bfloat16 else low.dtype
-    low = low.to(dtype)  # to fp16, to which fp8 is converted in one instruction
-    lows = tl.broadcast_to(low[None, :, :], [WARPS, ROWS, STORED])
-    TOP: tl.constexpr = 1024.0 if dtype == tl.float16 else 128.0  # what nibbles have on top
+    place = q + (start + query).to(tl.int64)[None, :] * q_row + head[None, :] * q_head + wide[:, None]
+    low = tl.load(place, mine[None, :], other=0.0)
+    dtype: tl.constexpr = low.dtype
+    # Keys of bytes are multiplied in fp16: to which fp8 is converted in one instruction, and whose mantissa holds int8.
+    key_dtype: tl.constexpr = tl.float16 if KIND != 0 and KIND != 2 and dtype == tl.bfloat16 else dtype
+    value_dtype: tl.constexpr = tl.float16 if KIND >= 3 and dtype == tl.bfloat16 else dtype
+    low = low.to(key_dtype)
+    lows = tl.broadcast_to(low[None, :, :], [WARPS, STORED, ROWS])
+    # What codes have on top where that is taken from sums.
+    TOP: tl.constexpr = 0.0 if KIND != 1 and KIND != 2 else 1024.0 if key_dtype == tl.float16 else 128.0
+    if KIND == 1 or KIND == 2:
+        sums_low = tl.sum(low.to(tl.float32), 0)[None, None, :]
     if KIND == 2:
-        high = tl.load(place + STORED, mine[:, None], other=0.0)
-        highs = tl.broadcast_to(high[None, :, :], [WARPS, ROWS, STORED])
-        sums_low, sums_high = tl.sum(low.to(tl.float32), 1), tl.sum(high.to(tl.float32), 1)
-        out_high = tl.zeros([WARPS, ROWS, STORED], tl.float32)
+        high = tl.load(place + STORED, mine[None, :], other=0.0)
+        highs = tl.broadcast_to(high[None, :, :], [WARPS, STORED, ROWS])
+        sums_high = tl.sum(high.to(tl.float32), 0)[None, None, :]
+        out_high = tl.zeros([WARPS, STORED, ROWS], tl.float32)
         rest_low, rest_high = tl.zeros([WARPS, ROWS], tl.float32), tl.zeros([WARPS, ROWS], tl.float32)
     warp = tl.arange(0, WARPS)
     peak = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
@@ -150,34 +162,32 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
         total = tl.where(only, 1.0, total)
     if SLOPES:
         slope = tl.load(slopes + head, mine, other=0.0)
-    out_low = tl.zeros([WARPS, ROWS, STORED], tl.float32)
+    out_low = tl.zeros([WARPS, STORED, ROWS], tl.float32)
     base = g.to(tl.int64) * slots
     k += base * STORED
     v += base * STORED
     beside = warp[:, None] * EACH + tl.arange(0, EACH)[None, :]
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         n = at + beside
-        there = n < end
-        block = tl.load(table + b * blocks + n // BLOCK, there, other=0)
-        slot = block.to(tl.int64) * BLOCK + n % BLOCK
+        key = tl.minimum(n, end - 1)  # there are no others: they are read and do not count
+        block = tl.load(table + b * blocks + key // BLOCK)
+        slot = block.to(tl.int64) * BLOCK + key % BLOCK
         spot = slot[:, :, None] * STORED + wide[None, None, :]
-        held = there[:, :, None]
-        codes = tl.load(k + spot, held, other=0)
-        keys = _numbers(codes, KIND, 0, dtype, ASSEMBLY)
-        scores = tl.dot(lows, tl.trans(keys, 0, 2, 1), input_precision="ieee")
+        codes = tl.load(k + spot)
+        keys = _numbers(codes, KIND, 0, key_dtype, TOP > 0, ASSEMBLY)
+        scores = tl.dot(keys, lows, input_precision="ieee")
         if KIND == 1:
             which = base + slot
-            words = tl.load(k_scale + which // 2, there, other=0)
-            scores *= _half_of(words, (which % 2).to(tl.int32))[:, None, :]
+            high_one = (which % 2).to(tl.int32)
+            by = _half_of(tl.load(k_scale + which // 2), high_one)[:, :, None]
+            scores = (scores - (TOP + 128.0) * sums_low) * by
         if KIND == 2:
-            words = tl.load(k_scale + base + slot, there, other=0)
-            leasts = tl.load(k_least + base + slot, there, other=0)
-            by = _half_of(words, 0)
-            scores = scores * by[:, None, :] + sums_low[None, :, None] * (_half_of(leasts, 0) - TOP * by)[:, None, :]
-            others = tl.dot(highs, tl.trans(_numbers(codes, KIND, 1, dtype, ASSEMBLY), 0, 2, 1), input_precision="ieee")
-            by = _half_of(words, 1)
-            scores += others * by[:, None, :]
-            scores += sums_high[None, :, None] * (_half_of(leasts, 1) - TOP * by)[:, None, :]
+            words, leasts = tl.load(k_scale + base + slot), tl.load(k_least + base + slot)
+            by = _half_of(words, 0)[:, :, None]
+            scores = scores * by + sums_low * (_half_of(leasts, 0)[:, :, None] - TOP * by)
+            others = tl.dot(_numbers(codes, KIND, 1, key_dtype, True, ASSEMBLY), highs, input_precision="ieee")
+            by = _half_of(words, 1)[:, :, None]
+            scores += others * by + sums_high * (_half_of(leasts, 1)[:, :, None] - TOP * by)
         if CAPPED or SLOPES:
             scores *= scale
             if CAPPED:
@@ -185,69 +195,65 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
                 size = cap * (1.0 - turned) / (1.0 + turned)
                 scores = tl.where(scores < 0, -size, size)
             if SLOPES:
-                scores += slope[None, :, None] * (n + 1 - length)[:, None, :].to(tl.float32)
+                scores += slope[None, None, :] * (n + 1 - length)[:, :, None].to(tl.float32)
             unit = 1.4426950408889634
         else:
             unit = scale * 1.4426950408889634
-        visible = (n[:, None, :] <= position[None, :, None]) & there[:, None, :]
+        visible = n[:, :, None] <= tl.minimum(position, end - 1)[None, None, :]
         if WINDOWED:
-            visible = visible & (n[:, None, :] >= oldest[None, :, None])
+            visible = visible & (n[:, :, None] >= oldest[None, None, :])
         scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 2) * unit)
+        higher = tl.maximum(peak, tl.max(scores, 1) * unit)
         top = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has not seen any key
         shrink = tl.exp2(peak - top)
-        weights = tl.exp2(scores * unit - top[:, :, None])
+        weights = tl.exp2(scores * unit - top[:, None, :])
         peak = higher
-        total = total * shrink + tl.sum(weights, 2)
-        out_low = out_low * shrink[:, :, None]
-        codes = tl.load(v + spot, held, other=0)
-        values = _numbers(codes, KIND, 0, dtype, ASSEMBLY)
-        if KIND == 1:
-            words = tl.load(v_scale + which // 2, there, other=0)
-            weights *= _half_of(words, (which % 2).to(tl.int32))[:, None, :]
+        total = total * shrink + tl.sum(weights, 1)
+        codes = tl.load(v + slot[:, None, :] * STORED + wide[None, :, None])
+        values = _numbers(codes, KIND, 0, value_dtype, False, ASSEMBLY)
+        out_low = out_low * shrink[:, None, :]
         if KIND == 2:
-            words = tl.load(v_scale + base + slot, there, other=0)
-            leasts = tl.load(v_least + base + slot, there, other=0)
-            scaled = (weights * _half_of(words, 0)[:, None, :]).to(dtype)
-            rest_low *= shrink
-            rest_low += tl.sum(weights * _half_of(leasts, 0)[:, None, :] - TOP * scaled.to(tl.float32), 2)
-            out_low = tl.dot(scaled, values, out_low, input_precision="ieee")
-            scaled = (weights * _half_of(words, 1)[:, None, :]).to(dtype)
-            rest_high *= shrink
-            rest_high += tl.sum(weights * _half_of(leasts, 1)[:, None, :] - TOP * scaled.to(tl.float32), 2)
-            values = _numbers(codes, KIND, 1, dtype, ASSEMBLY)
-            out_high = tl.dot(scaled, values, out_high * shrink[:, :, None], input_precision="ieee")
+            words, leasts = tl.load(v_scale + base + slot), tl.load(v_least + base + slot)
+            rest_low = rest_low * shrink + tl.sum(weights * _half_of(leasts, 0)[:, :, None], 1)
+            rest_high = rest_high * shrink + tl.sum(weights * _half_of(leasts, 1)[:, :, None], 1)
+            scaled = (weights * _half_of(words, 0)[:, :, None]).to(value_dtype)
+            out_low = tl.dot(values, scaled, out_low, input_precision="ieee")
+            scaled = (weights * _half_of(words, 1)[:, :, None]).to(value_dtype)
+            values = _numbers(codes, KIND, 1, value_dtype, False, ASSEMBLY)
+            out_high = tl.dot(values, scaled, out_high * shrink[:, None, :], input_precision="ieee")
         else:
-            out_low = tl.dot(weights.to(dtype), values, out_low, input_precision="ieee")
+            if KIND == 1:
+                weights *= _half_of(tl.load(v_scale + which // 2), high_one)[:, :, None]
+            out_low = tl.dot(values, weights.to(value_dtype), out_low, input_precision="ieee")
     # The warps' sums, by the largest score of all.
     whole = tl.max(peak, 0)
     factor = tl.exp2(peak - tl.where(whole == float("-inf"), 0.0, whole)[None, :])
     total = tl.sum(total * factor, 0)
     if KIND == 2:
-        out_low += rest_low[:, :, None]
-        out_high = tl.sum((out_high + rest_high[:, :, None]) * factor[:, :, None], 0)
+        out_low += rest_low[:, None, :]
+        out_high = tl.sum((out_high + rest_high[:, None, :]) * factor[:, None, :], 0)
     if KIND == 3:
         factor *= 256.0
-    out_low = tl.sum(out_low * factor[:, :, None], 0)
-    both = mine[:, None]
+    out_low = tl.sum(out_low * factor[:, None, :], 0)
     line = (start + query).to(tl.int64) * (groups * repeat) + head
     if SPLIT:
-        to = acc + (line * splits + s)[:, None] * WIDTH + wide[None, :]
-        tl.store(to, out_low, both & (total > 0)[:, None])
+        to = acc + (line * splits + s)[None, :] * WIDTH + wide[:, None]
+        any_seen = (mine & (total > 0))[None, :]
+        tl.store(to, out_low, any_seen)
         if KIND == 2:
-            tl.store(to + STORED, out_high, both & (total > 0)[:, None])
+            tl.store(to + STORED, out_high, any_seen)
         tl.store(stats + (line * splits + s) * 2, whole, mine)
         tl.store(stats + (line * splits + s) * 2 + 1, total, mine)
     else:
-        to = out + line[:, None] * WIDTH + wide[None, :]
-        tl.store(to, (out_low / total[:, None]).to(out.dtype.element_ty), both)
+        to = out + line[None, :] * WIDTH + wide[:, None]
+        tl.store(to, (out_low / total[None, :]).to(out.dtype.element_ty), mine[None, :])
         if KIND == 2:
-            tl.store(to + STORED, (out_high / total[:, None]).to(out.dtype.element_ty), both)
+            tl.store(to + STORED, (out_high / total[None, :]).to(out.dtype.element_ty), mine[None, :])
 
 
 def own_keys(rows: int, kind: str, stored: int, width: int, group: int, slots: int) -> bool:
-    """Whether :func:`_attend_few` computes it, and does so faster: 16 rows, stored rows of a power of two that
+    """Whether :func:`_attend_few` computes it, and does so faster: few rows, stored rows of a power of two that
     registers hold; scales as words of two."""
-    if kind not in OWN or rows != 16 or stored & (stored - 1) or not 16 <= stored <= 128:
+    if kind not in OWN or rows > ROWS or stored & (stored - 1) or not 16 <= stored <= 128:
         return False
     return slots % 2 == 0 if kind == "int8" else width == 2 * group if kind == "int4" else True
