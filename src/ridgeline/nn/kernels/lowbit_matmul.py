@@ -127,9 +127,10 @@ def _raised(held, AT: tl.constexpr, BITS: tl.constexpr):
 @quick
 @triton.jit
 def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, per_split,
-           GROUP: tl.constexpr, BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, RUN: tl.constexpr,
-           STRIPE: tl.constexpr, WORDS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
-           ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+           GROUP: tl.constexpr, BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr,
+           HAS_BIAS: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr, WORDS: tl.constexpr, EVEN_N: tl.constexpr,
+           EVEN_K: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr,
+           BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """``RUN``: inputs of a block that lie in one group, whole stripes. ``WORDS``: of a stripe that are taken at a time.
     ``per_split``: blocks of a program, each ``WORDS`` words of every row."""
     PER: tl.constexpr = 32 // BITS
@@ -198,7 +199,8 @@ def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, 
     there = lines < m
     warp, along = tl.arange(0, WARPS), tl.arange(0, STRIPE)
     beside = warp[:, None] * BLOCK + along[None, :]
-    held_at = words + rows.to(tl.int64)[None, :, None] * row_words + (warp[:, None] * STRIPE + along[None, :])[:, None, :]
+    held_at = words + rows.to(tl.int64)[None, :, None] * row_words
+    held_at += (warp[:, None] * STRIPE + along[None, :])[:, None, :]
     row_at = x + beside
     x_at = row_at[:, :, None] + lines.to(tl.int64)[None, None, :] * k
     total = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
@@ -352,7 +354,8 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
     _tiles[tiles[0], splits, tiles[1]](
         x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
         row_words, scale.stride(0), len(scale), per_split, group, bits, float(center), zero is not None,
-        bias is not None, _run(k, group, bits, stripe), stripe, words_of, n % how.block_n == 0, k * bits == 32 * row_words,
-        splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages, num_warps=how.warps,
+        bias is not None, _run(k, group, bits, stripe), stripe, words_of, n % how.block_n == 0,
+        k * bits == 32 * row_words, splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages,
+        num_warps=how.warps,
     )  # fmt: skip
     return y

@@ -173,9 +173,10 @@ def _changed(scores, n, length, slope, scale, cap, CAPPED: tl.constexpr, SLOPES:
 @triton.jit
 def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, table, lengths, starts, slopes, sinks,
             slots, blocks, groups, repeat, q_row, q_head, window, splits, scale, cap, KIND: tl.constexpr,
-            GROUP: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
-            SINKS: tl.constexpr, PROMPTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr,
-            PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+            GROUP: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
+            SLOPES: tl.constexpr, SINKS: tl.constexpr, PROMPTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+            STORED: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+            LEAST: tl.constexpr):  # fmt: skip
     """``ROWS`` rows of one sequence and one key head over one part of the keys that they see.
 
     ``STORED``: numbers in a stored row, half of a head's where two 4-bit codes share a byte; these are multiplied half
@@ -204,7 +205,7 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
     end = tl.minimum(begin + part, seen)
     place = q + (start + query).to(tl.int64)[:, None] * q_row + head[:, None] * q_head + wide[None, :]
     low = tl.load(place, both, other=0.0)
-    high, sums_low, sums_high, out_high, rest_low, rest_high, slope = 0, 0, 0, 0, 0, 0, 0
+    high, sums_low, sums_high, out_high, rest_low, rest_high, slope = low, low, low, low, low, low, low  # if not used
     if KIND == 2:
         high = tl.load(place + STORED, both, other=0.0)
         sums_low, sums_high = tl.sum(low.to(tl.float32), 1), tl.sum(high.to(tl.float32), 1)
@@ -342,7 +343,7 @@ def paged_attention(
         scaled = [k_scale, k_least, v_scale, v_least]
         if own:
             scaled = [t.view(-1).view(torch.int32) if t.dtype == torch.float16 and t is not out else t for t in scaled]
-        given_ = (
+        operands = (
             q, k, *scaled[:2], v, *scaled[2:], out, acc, stats, work.items, given.table, given.lengths, given.starts,
             slopes, sinks, slots, given.table.shape[1], groups, repeat, q.stride(0), q.stride(1), abs(window) or 2**30,
             splits, width**-0.5 * (256.0 if kind == "fp8" else 1.0), changes.soft_cap or 1.0,
@@ -355,12 +356,12 @@ def paged_attention(
         }  # fmt: skip
         if own:
             _attend_few[count, groups, splits](
-                *given_, **settings, EACH=EACH[kind], WARPS=WARPS, STAGES=STAGES, ASSEMBLY=isinstance(_attend_few, Quick),
-                num_warps=WARPS,
+                *operands, **settings, EACH=EACH[kind], WARPS=WARPS, STAGES=STAGES,
+                ASSEMBLY=isinstance(_attend_few, Quick), num_warps=WARPS,
             )  # fmt: skip
         else:
             _attend[count, groups, splits](
-                *given_, **settings, GROUP=group, PROMPTS=not work.split, PADDED=padded, TILE=tile,
+                *operands, **settings, GROUP=group, PROMPTS=not work.split, PADDED=padded, TILE=tile,
                 num_warps=4 if work.rows < 64 else 8, num_stages=3 if work.split else PROMPT_STAGES,
             )  # fmt: skip
         if splits > 1:

@@ -1,4 +1,4 @@
-"""Attention of few new tokens over a paged pool in Triton, for CUDA devices: each warp of a program has keys of its own.
+"""Attention of few new tokens over a paged pool in Triton, for CUDA devices: each warp has keys of its own.
 
 The warps of a program divide a tile's keys, and each keeps its own largest scores and sums, so that none waits for
 another but for the copies of a tile; their sums are merged at the end. What :mod:`.paged_attention` says holds here.
