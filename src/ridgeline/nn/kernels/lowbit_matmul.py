@@ -51,13 +51,14 @@ _NARROW = (Launch(8, 8, 64, 4, 4, 6), Launch(16, 16, 64, 4, 4, 4), Launch(32, 32
            Launch(128, 64, 128, 8, 3, 2))  # fmt: skip
 LAUNCHES = {
     16: _NARROW, 32: _NARROW,
-    64: (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 128, 8, 3, 2), Launch(128, 64, 128, 8, 3, 1, 32)),
+    64: (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 64, 4, 4, 4, 32), Launch(128, 64, 128, 8, 3, 1, 32)),
 }  # fmt: skip
 """By stripe."""
 FEW_ROWS, FEW_OUTPUTS, FEW_WARPS = 8, 16, 4
 """Most rows that are multiplied by programs which have all inputs of a few outputs, these, and their warps."""
 FEW_STAGES = {2: 3, 4: 3, 8: 5}
 """Tiles of words that such a program holds, by the bits of a code."""
+PAIRS = True
 MANY_ROWS = 128
 """Most rows that are multiplied by the kernel; above them every ``block_m`` rows would dequantize the weight again."""
 EXPANDED_ROWS = 8
@@ -116,6 +117,17 @@ def _centered(held, center, AT: tl.constexpr, BITS: tl.constexpr, CENTERED: tl.c
 
 
 @triton.jit
+def _scales(scale, at, rows, there, PAIRS: tl.constexpr):
+    """Scales at ``at`` in fp32. ``PAIRS``: those of two outputs are a word, which is copied ahead as codes are; of 16
+    bits alone Triton copies nothing ahead."""
+    if PAIRS:
+        both = tl.load(scale.to(tl.pointer_type(tl.int32)) + (at >> 1), there, other=0)
+        return (both >> (rows % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return tl.load(scale + at, there, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _raised(held, AT: tl.constexpr, BITS: tl.constexpr):
     """2^BITS + code ``AT`` of each of the words: the code is moved to the top of a float's mantissa."""
     UP: tl.constexpr = 23 - BITS - BITS * AT
@@ -129,8 +141,8 @@ def _raised(held, AT: tl.constexpr, BITS: tl.constexpr):
 def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, per_split,
            GROUP: tl.constexpr, BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr,
            HAS_BIAS: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr, WORDS: tl.constexpr, EVEN_N: tl.constexpr,
-           EVEN_K: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+           EVEN_K: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
+           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """``RUN``: inputs of a block that lie in one group, whole stripes. ``WORDS``: of a stripe that are taken at a time.
     ``per_split``: blocks of a program, each ``WORDS`` words of every row."""
     PER: tl.constexpr = 32 // BITS
@@ -156,7 +168,7 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
         column = block * BLOCK + part_of_block % (STRIPE // WORDS) * WORDS
         for g in tl.static_range(BLOCK // RUN):
             which = tl.minimum((block * BLOCK + g * RUN) // GROUP, groups - 1)
-            s = tl.load(scale + which * scale_row + rows, rows < n, other=0.0).to(tl.float32)
+            s = _scales(scale, which * scale_row + rows, rows, rows < n, PAIRS)
             center = CENTER
             if HAS_ZERO:
                 center = tl.load(zero + which * scale_row + rows, rows < n, other=0).to(tl.float32)[:, None]
@@ -186,8 +198,8 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
 def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, BITS: tl.constexpr,
          CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
          STRIPE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr,
-         ONE: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
-         STAGES: tl.constexpr):  # fmt: skip
+         ONE: tl.constexpr, PAIRS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+         WARPS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Few rows: a program has all inputs of its outputs, its warps take every ``WARPS``-th block of them, and add their
     sums at the end. ``ONE``: there is one row, in all columns of the products."""
     PER: tl.constexpr = 32 // BITS
@@ -213,7 +225,7 @@ def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, 
         for g in tl.static_range(BLOCK // RUN):
             which = tl.minimum(((block + warp) * BLOCK + g * RUN) // GROUP, groups - 1)
             at = which[:, None] * scale_row + rows[None, :]
-            s = tl.load(scale + at, (rows < n)[None, :], other=0.0).to(tl.float32)
+            s = _scales(scale, at, rows[None, :], (rows < n)[None, :], PAIRS)
             center = CENTER
             if HAS_ZERO:
                 center = tl.load(zero + at, (rows < n)[None, :], other=0).to(tl.float32)[:, :, None]
@@ -327,6 +339,7 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         dense = expanded(words, scale, zero, k, bits, center, group, stripe, x.dtype)
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
     x = x.contiguous()
+    pairs = scale.dtype == torch.float16 and (scale.stride(0) | n) % 2 == 0 and scale.data_ptr() % 4 == 0 and PAIRS
     if m <= FEW_ROWS:
         y = torch.empty(m, n, dtype=dtype, device=x.device)
         one = m == 1 and stripe >= 64  # a thread of a warp loads two inputs at least: copies are of 32 bits or more
@@ -334,8 +347,8 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
             x, words, scale, words if zero is None else zero, y if bias is None else bias, y, m, n, k, row_words,
             scale.stride(0), len(scale), bits, float(center), zero is not None, bias is not None, group,
             _run(k, group, bits, stripe), stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0,
-            k * bits == 32 * row_words, one, isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS, FEW_STAGES[bits],
-            num_warps=FEW_WARPS,
+            k * bits == 32 * row_words, one, pairs, isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS,
+            FEW_STAGES[bits], num_warps=FEW_WARPS,
         )  # fmt: skip
         return y
     how = next(each for each in LAUNCHES[stripe] if m <= each.rows)
@@ -355,7 +368,7 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
         row_words, scale.stride(0), len(scale), per_split, group, bits, float(center), zero is not None,
         bias is not None, _run(k, group, bits, stripe), stripe, words_of, n % how.block_n == 0,
-        k * bits == 32 * row_words, splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages,
+        k * bits == 32 * row_words, pairs, splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages,
         num_warps=how.warps,
     )  # fmt: skip
     return y
