@@ -86,9 +86,7 @@ def test_pools_of_codes(kind, heads, groups, width, window):
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("window", "changed"), [(70, ""), (-70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")]
-)
+@pytest.mark.parametrize(("window", "changed"), [(70, ""), (-70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")])
 def test_few_rows_over_codes(window, changed):
     """By the kernel whose warps have keys of their own, of one key head and of several parts."""
     heads = 4

@@ -6,8 +6,9 @@ weights of neighboring inputs, in the layout in which tensor cores take them, wi
 Codes become floats by their place in a mantissa, two at a time; scales multiply the sums of a group. Sums are fp32.
 
 Up to ``MANY_ROWS`` of activations are multiplied on tensor cores with the weight as the left operand, more by PyTorch's
-own product with a weight that is expanded first. Where there are few blocks of outputs, the inputs are split between
-programs; the last of them to finish adds the partial sums in order. Imported only where Triton is installed.
+own product with a weight that is expanded first. Up to ``FEW_ROWS`` of them, the warps of a program divide the inputs.
+Of more, where there are few blocks of outputs, the inputs are split between programs; the last of them to finish adds
+the partial sums in order. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -29,8 +30,8 @@ from ridgeline.nn.kernels.target import capability
 
 
 class Launch(NamedTuple):
-    """How the product of up to ``rows`` rows is launched; the fastest of those tried on an H100 at the shapes of Llama
-    3.1 8B."""
+    """How the product of up to ``rows`` rows is launched. Chosen on an H100 at the shapes of Llama 3.1 8B; those of
+    stripes of 64 by what the compiler makes of them, not measured yet."""
 
     rows: int
     block_m: int
@@ -47,18 +48,16 @@ class Launch(NamedTuple):
     """Words of a row that are taken at a time, a stripe at most."""
 
 
-_NARROW = (Launch(8, 8, 64, 4, 4, 6), Launch(16, 16, 64, 4, 4, 4), Launch(32, 32, 128, 8, 3, 2),
-           Launch(128, 64, 128, 8, 3, 2))  # fmt: skip
+_NARROW = (Launch(16, 16, 64, 4, 4, 4), Launch(32, 32, 128, 8, 3, 2), Launch(128, 64, 128, 8, 3, 2))
 LAUNCHES = {
     16: _NARROW, 32: _NARROW,
-    64: (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 64, 4, 4, 4, 32), Launch(128, 64, 128, 8, 3, 1, 32)),
+    64: (Launch(16, 16, 64, 4, 4, 4, 32), Launch(128, 64, 128, 8, 3, 1, 32)),
 }  # fmt: skip
 """By stripe."""
 FEW_ROWS, FEW_OUTPUTS, FEW_WARPS = 8, 16, 4
 """Most rows that are multiplied by programs which have all inputs of a few outputs, these, and their warps."""
 FEW_STAGES = {2: 3, 4: 3, 8: 5}
 """Tiles of words that such a program holds, by the bits of a code."""
-PAIRS = True
 MANY_ROWS = 128
 """Most rows that are multiplied by the kernel; above them every ``block_m`` rows would dequantize the weight again."""
 EXPANDED_ROWS = 8
@@ -339,7 +338,7 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         dense = expanded(words, scale, zero, k, bits, center, group, stripe, x.dtype)
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
     x = x.contiguous()
-    pairs = scale.dtype == torch.float16 and (scale.stride(0) | n) % 2 == 0 and scale.data_ptr() % 4 == 0 and PAIRS
+    pairs = scale.dtype == torch.float16 and (scale.stride(0) | n) % 2 == 0 and scale.data_ptr() % 4 == 0
     if m <= FEW_ROWS:
         y = torch.empty(m, n, dtype=dtype, device=x.device)
         one = m == 1 and stripe >= 64  # a thread of a warp loads two inputs at least: copies are of 32 bits or more

@@ -3,8 +3,9 @@ arXiv:2309.06180; keys split over programs and merged as in flash decoding).
 
 The pool holds keys and values as [G, slots, D], plain or as codes (:mod:`ridgeline.nn.quant.quantized_kv`); a
 sequence's table names its blocks of slots. Query heads that share a key head, of all new tokens of a sequence, are rows
-of one product on tensor cores: single tokens, drafts and chunks of prompts run in the same kernel. Few rows are split
-over programs by each sequence's own length. Scores and sums are fp32. Imported only where Triton is installed.
+of one product on tensor cores: single tokens, drafts and chunks of prompts run in the same kernel, few rows over codes
+in one of their own (:mod:`.paged_decode`). Few rows are split over programs by each sequence's own length. Scores and
+sums are fp32. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
