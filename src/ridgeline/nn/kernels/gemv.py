@@ -23,7 +23,7 @@ ROWS, BLOCK, WARPS, STAGES = 8, 512, 4, 3
 """Rows of the weight for a program, inputs of a block, warps, and blocks in flight."""
 ALIGNED = 8
 """Inputs of which a weight must have a multiple, so that all of its rows are read 128 bits at a time."""
-AHEAD = 4096
+AHEAD = 1024
 """Bytes of each row of the weight, a power of two of 128-byte lines, that are fetched while earlier kernels run."""
 
 
