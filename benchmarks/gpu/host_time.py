@@ -149,7 +149,10 @@ def check(idle: Idle) -> int:
     Quick.launch = plain  # type: ignore[method-assign]
     assert found[0] == found[1] == found[2]
     assert len(found[0]) > 8
-    assert all(early for _, early, *_ in found[0])
+    # Behind a library's product none starts early: writes and turns, activations, and norms but for the first.
+    early = [e for _, e, *_ in found[0]]
+    assert early[0]
+    assert 0 < sum(early) < len(early) / 2
     return len(found[0])
 
 

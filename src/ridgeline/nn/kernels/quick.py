@@ -14,6 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from ridgeline.nn.kernels.dispatch import library_was_last
 from ridgeline.nn.kernels.target import capability
 
 _OWN = JITFunction.__module__
@@ -61,10 +62,14 @@ class Quick:
         return partial(self.launch, grid)
 
     def completed(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Constants and options with those by which a kernel may start early."""
+        """Constants and options with those by which a kernel may start early. Not behind a library's product: there is
+        nothing to gain, and steps of 8 sequences of Llama 3.2 1B took 1.8 % longer on an H100."""
+        library = library_was_last()
         if not self.early:
             return named
-        return named | ({"EARLY": True, "launch_pdl": True} if capability() >= EARLIEST else {"EARLY": False})
+        if library or capability() < EARLIEST:
+            return named | {"EARLY": False}
+        return named | {"EARLY": True, "launch_pdl": True}
 
     def launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> Any:
         """Launch it; constants and options may be given by name."""
