@@ -51,13 +51,11 @@ class Launch(NamedTuple):
 
 _NARROW = (Launch(8, 8, 64, 4, 4, 6), Launch(16, 16, 64, 4, 4, 4), Launch(32, 32, 128, 8, 3, 2),
            Launch(128, 64, 128, 8, 3, 2))  # fmt: skip
-_FEWER = (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 128, 8, 3, 2))
 LAUNCHES = {
-    16: _NARROW, 32: _NARROW, 64: (*_FEWER, Launch(128, 64, 128, 8, 3, 1, 32)),
+    16: _NARROW, 32: _NARROW,
+    64: (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 128, 8, 3, 2), Launch(128, 64, 128, 8, 3, 1, 32)),
 }  # fmt: skip
 """By stripe."""
-BYTES = (*_FEWER, Launch(128, 64, 128, 8, 2, 1))
-"""The same of codes of 8 bits with the widest stripe."""
 FEW_ROWS, FEW_OUTPUTS, FEW_WARPS = 8, 16, 4
 """Most rows that are multiplied by programs which have all inputs of a few outputs, these, and their warps."""
 FEW_MOST = 16384
@@ -380,7 +378,7 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
             FEW_STAGES[bits], AHEAD, num_warps=FEW_WARPS,
         )  # fmt: skip
         return y
-    how = next(each for each in (BYTES if (bits, stripe) == (8, 64) else LAUNCHES[stripe]) if m <= each.rows)
+    how = next(each for each in LAUNCHES[stripe] if m <= each.rows)
     if stripe * 32 // bits >= 512 and capability() != 90:
         # Ampere's registers would not do, and Triton 3.7 makes a kernel of nothing for Blackwell.
         how = how._replace(block_m=min(how.block_m, 16 if bits == 2 else 32))
