@@ -1,9 +1,9 @@
 """Layers whose weights are stored in host memory or on disk and are on the device only while they are used
 (ZeRO-Inference, arXiv:2207.00032, section 6).
 
-While one layer computes, a thread fetches the next ones into device memory that they use in turn. Weights on disk are
-read with O_DIRECT, bypassing the page cache: directly into that memory if the device is the CPU, through pinned memory
-if it is a GPU.
+While one layer computes, a thread fetches the next ones into device memory that they use in turn (from host memory to a
+CPU, which has no other cores for it, each is copied when its layer begins). Weights on disk are read with O_DIRECT,
+bypassing the page cache: directly into that memory if the device is the CPU, through pinned memory if it is a GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -302,7 +302,7 @@ class LayerStream:
     """Streams groups of weights (of layers, or of parts of layers) to the device in the order in which they are used.
 
     They share ``capacity`` bytes. At most ``ahead`` groups are there before their turn; with 0 each is fetched when it
-    is used.
+    is used, by the thread that computes.
     """
 
     groups: Sequence[Sequence[LayerTensor]]
@@ -314,7 +314,8 @@ class LayerStream:
     """Number of bytes fetched so far."""
     waited: float = 0.0
     """Seconds that computation waited for them."""
-    _pending: deque[tuple[int, DeviceBuffer, Future[torch.cuda.Event | None]]] = field(default_factory=deque)
+    _pending: deque[tuple[int, DeviceBuffer, Callable[[], torch.cuda.Event | None]]] = field(default_factory=deque)
+    """What is on its way; the call ends when it is there."""
     _active: DeviceBuffer | None = None
     _freed: torch.cuda.Event | None = None
     """When the computation with all that was given back, or that had the ring's memory before, has finished."""
@@ -349,7 +350,7 @@ class LayerStream:
             self._restart(i)
         piece, arriving = self._pending.popleft()[1:]
         began = time.perf_counter()
-        arrived = arriving.result()
+        arrived = arriving()
         self.waited += time.perf_counter() - began
         if arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(arrived)
@@ -372,10 +373,9 @@ class LayerStream:
 
     def _restart(self, i: int) -> None:
         """Discard what was prefetched for another order, and restart at group ``i``."""
-        for _, _, arriving in self._pending:
-            with contextlib.suppress(UserError):
-                arriving.result()
-        self._pending.clear()
+        if self._pending:
+            self._pending.clear()
+            self._thread.submit(int).result()  # behind all that was submitted before
         self.ring.clear()
         self._fetch(i)
 
@@ -387,8 +387,16 @@ class LayerStream:
             if piece is None:
                 return
             to = DeviceBuffer(piece, self._staging, self._freed)
-            self._pending.append((i, to, self._thread.submit(bring, self.sources[i], to, self.device, self._stream)))
+            arriving = partial(bring, self.sources[i], to, self.device, self._stream)
+            if self._beside(self.sources[i]):
+                arriving = self._thread.submit(arriving).result
+            self._pending.append((i, to, arriving))
             i += 1
+
+    def _beside(self, source: Source) -> bool:
+        """Whether a thread fetches it while another group computes. A CPU's copies from host memory take the cores that
+        compute: a second thread would add its wake-ups, and twice as many threads as cores."""
+        return self.ahead > 0 and not (self.device.type == "cpu" and isinstance(source, HostSource))
 
     def tensors(self) -> Iterator[Tensor]:
         """The device's memory for weights."""
