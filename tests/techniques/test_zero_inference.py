@@ -225,14 +225,15 @@ def test_a_decode_step_takes_as_long_as_its_slowest_stream():
 
 def test_modules_overlap_where_two_of_the_largest_have_room():
     """Feed-forward projections are 27 % of a layer of Llama 3 8B: half a layer holds one of them and three quarters
-    hold two. Of Mixtral's experts a layer holds no second ones."""
+    hold two, which hides all that can be. A layer of Mixtral holds its experts beside its attention, which takes longer to
+    come than experts compute."""
 
     def tpot(model, prefetch):
         plan = f"zero_inference:fetch=modules,prefetch={prefetch}"
         return predicted(plan, model=model).metrics["tpot_s"].value
 
-    assert tpot("llama3-8b", 0.5) == tpot("llama3-8b", 0) > tpot("llama3-8b", 0.75)
-    assert tpot("mixtral-8x7b", 1) == tpot("mixtral-8x7b", 0) > tpot("mixtral-8x7b", 2)
+    for model, half, enough in (("llama3-8b", 0.5, 0.75), ("mixtral-8x7b", 0.75, 1)):
+        assert tpot(model, 0) > tpot(model, half) > tpot(model, enough) == tpot(model, 2)
     for model, prefetch in (("llama2-13b", 0.5), ("llama3-8b", 0.75), ("gpt2", 0.75)):
         e = experiments.make(model, "rtx4090", {"kind": "generate"}, [])
         assert {t.prefetch for t in ZeroInference.choices(e)} == {1, prefetch}

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ridgeline.nn.memory.tiered_store import PAGE, check_folder, mark_host, scratch_file
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.ring import RingSpace
 
 _ALIGN = 64
 
@@ -267,34 +268,18 @@ def bring(
     return done
 
 
-class Ring:
+class Ring(RingSpace):
     """Device memory that is handed out in consecutive pieces, and given back in the same order."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__(size)
         cuda = device.type == "cuda"
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device) if cuda else aligned(size)
-        self._held: deque[tuple[int, int]] = deque()
 
-    def take(self, size: int) -> Tensor | None:
+    def piece(self, size: int) -> Tensor | None:
         """A piece, uint8 [size], behind the last one; None while there is no room."""
-        start, limit = 0, self.buffer.numel()
-        if self._held:
-            first, (last, length) = self._held[0][0], self._held[-1]
-            start = last + length
-            if last < first or (start + size > limit and size <= first):  # around the end, before the oldest piece
-                start, limit = start if last < first else 0, first
-        if start + size > limit:
-            return None
-        self._held.append((start, size))
-        return self.buffer[start : start + size]
-
-    def give(self) -> None:
-        """Give back the oldest piece."""
-        self._held.popleft()
-
-    def clear(self) -> None:
-        """Give back all."""
-        self._held.clear()
+        start = self.take(size)
+        return None if start is None else self.buffer[int(start) : int(start) + size]
 
 
 @dataclass
@@ -383,14 +368,13 @@ class LayerStream:
         """Fetch group ``i`` and those behind it, as far as there is room."""
         while len(self._pending) < min(self.ahead + 1, len(self.groups)):
             i %= len(self.groups)
-            piece = self.ring.take(self._sizes[i])
+            piece = self.ring.piece(self._sizes[i])
             if piece is None:
                 return
             to = DeviceBuffer(piece, self._staging, self._freed)
-            arriving = partial(bring, self.sources[i], to, self.device, self._stream)
-            if self._beside(self.sources[i]):
-                arriving = self._thread.submit(arriving).result
-            self._pending.append((i, to, arriving))
+            fetch = partial(bring, self.sources[i], to, self.device, self._stream)
+            beside = self._beside(self.sources[i])
+            self._pending.append((i, to, self._thread.submit(fetch).result if beside else fetch))
             i += 1
 
     def _beside(self, source: Source) -> bool:

@@ -235,13 +235,13 @@ class FlexGen(Technique):
     def _weights(self, g: Graph, e: Experiment) -> None:
         tiers = self.layer_tiers(sum(b.repeat for b in g.blocks if b.is_layer))
         blocks: list[Block] = []
-        arrive, at = list[float](), 0
+        arrive, at, behind = list[float](), 0, "weights" if self.overlap else ""
         for b in g.blocks:
             if not b.is_layer:
                 blocks.append(b)
                 continue
             mine, at = tiers[at : at + b.repeat], at + b.repeat
-            names = [f"{part}." if part else "" for part in parts_of(e.model)]
+            names = _prefixes(e.model)
             parts = [[i for i, p in enumerate(b.params) if p.name.startswith(name)] for name in names]
             sizes = [sum(b.params[i].stored_bytes for i in part) for part in parts]
             size = sum(sizes)
@@ -249,7 +249,8 @@ class FlexGen(Technique):
                 if count := mine.count(tier):
                     piece = replace(b.copy(), repeat=count)
                     if tier != "device":
-                        piece.gather_forward += arriving("weights", size, tier == "disk", e, self.overlap, len(parts))
+                        for name, part in zip(names, sizes, strict=True):
+                            piece.gather_forward += arriving("weights", part, tier == "disk", e, behind, name)
                         for i in chain.from_iterable(parts):
                             piece.params[i].resident = 0.0
                         arrive += sizes * count
@@ -267,13 +268,13 @@ class FlexGen(Technique):
         per_token = cache / layers / total
         gpu = e.cluster.device.kind == "gpu"
         new, decoding = per_token * g.sizes.q_len, g.sizes.q_len < g.sizes.kv_len
-        behind = "layers" if self.overlap else ""
+        behind, part = "module" if self.overlap else "", _prefixes(e.model)[0]
         ops: list[Op] = []
         outside = share["host"] + share["disk"]
 
         def copy(name: str, kind: str, size: float, parts: float) -> Op:
             """Of every part by itself."""
-            return changed(host_copy(name, kind, size, "forward"), behind=behind, requests=n * parts)
+            return changed(host_copy(name, kind, size, "forward"), behind=behind, param=part, requests=n * parts)
 
         if gpu and outside:
             ops.append(copy("cache.out", "d2h", new * outside, outside))
@@ -290,13 +291,13 @@ class FlexGen(Technique):
 
     def _hidden(self, g: Graph, e: Experiment, size: float, tiers: list[str]) -> None:
         """Copies of the batches' hidden states, each of ``size`` bytes, in and out of every layer, or of its parts."""
+        behind = "module" if self.overlap else ""
         moves: list[tuple[str, int]] = []
         if e.cluster.device.kind == "gpu":
             moves += [(kind, len(tiers) - tiers.count("device")) for kind in ("h2d", "d2h")]
         moves += [(kind, tiers.count("disk")) for kind in ("disk_read", "disk_write")]
-        behind, times = "layers" if self.overlap else "", len(parts_of(e.model))
-        ops = [changed(host_copy(f"hidden.{kind}", kind, size * n, "forward"), behind=behind, requests=n)
-               for kind, parts in moves if (n := parts * times)]  # fmt: skip
+        ops = [changed(host_copy(f"hidden.{kind}", kind, size * n, "forward"), behind=behind, param=part, requests=n)
+               for part in _prefixes(e.model) for kind, n in moves if n]  # fmt: skip
         for b in g.blocks:
             if b.is_layer:
                 b.gather_forward += ops
@@ -318,6 +319,11 @@ def parts_of(model: ModelSpec) -> tuple[str, ...]:
     """The modules of a layer that all batches pass through one after the other; "": the layer, where these read more
     than one another's results."""
     return ("",) if model.parallel_residual or model.is_encoder_decoder else ("attention", "mlp")
+
+
+def _prefixes(model: ModelSpec) -> list[str]:
+    """Of the names of these modules' parameters."""
+    return [f"{part}." if part else "" for part in parts_of(model)]
 
 
 def spread(count: int, device: float, host: float) -> list[str]:

@@ -1,0 +1,136 @@
+"""A forward pass whose weights come through a ring of device memory: the schedule of the run, in seconds.
+
+Fetches are made in order, each when the ring has room in one piece behind the last one; what has computed gives its
+memory back in the same order (:class:`~ridgeline.spec.ring.RingSpace`, which the run uses too). Two transfers that are
+under way on one disk share it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from ridgeline.graph import Graph, Op
+from ridgeline.graph.graph import Block, alternate
+from ridgeline.predict.step.streams import seconds_of, simulate
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.ring import RingSpace
+
+_PASSES = 3
+"""Passes one after the other that are followed; the first begins with an empty ring, and is left out."""
+STREAMS = {"disk_read": "disk", "disk_write": "disk", "h2d": "h2d", "d2h": "d2h"}
+
+
+@dataclass(slots=True)
+class _Segment:
+    """What computes with one fetch of weights, or between two."""
+
+    part: str
+    """Beginning of the names of its parameters in the layer."""
+    gap: float = 0.0
+    """Seconds before it in which computation needs none of its weights, or copies them itself."""
+    compute: float = 0.0
+    size: float = 0.0
+    """Bytes of weights that it waits for; 0: none."""
+    fetch: dict[str, float] = field(default_factory=dict)
+    """Seconds of their transfer by stream, one after the other."""
+    beside: dict[str, float] = field(default_factory=dict)
+    """Seconds of other transfers by stream that are made while it computes, and end with it at the earliest."""
+
+
+def streamed_seconds(g: Graph, cluster: Cluster) -> float:
+    """Seconds of a forward pass in the steady state of one after the other, with the weights that arrive and other
+    transfers that belong to parts of layers (``behind`` weights and module)."""
+    bare = replace(g, blocks=[replace(b, gather_forward=[]) for b in g.blocks])
+    whole = simulate(bare, cluster, []).seconds
+    known = [_segments(b, cluster) for b in g.blocks]
+    order = [s for i, n in alternate(g.blocks) for _ in range(n) for s in known[i]]
+    alone = sum(s.compute + s.gap for s in order)
+    for segments, b in zip(known, g.blocks, strict=True):
+        for s in segments:
+            s.compute, s.gap = (x * whole / alone if alone else 0.0 for x in (s.compute, s.gap))
+            s.gap += sum(seconds_of(o, cluster) for o in b.gather_forward if _copied(o, cluster) and o.param == s.part)
+    if not any(s.size or s.beside for s in order):
+        return sum(s.gap + s.compute for s in order)
+    return _Pass(order, g.weight_buffers).seconds()
+
+
+def _copied(op: Op, cluster: Cluster) -> bool:
+    """Whether the cores that compute copy these weights when their turn comes, as a CPU does from host memory."""
+    return op.behind == "weights" and op.kind == "h2d" and cluster.device.kind == "cpu"
+
+
+def _segments(b: Block, cluster: Cluster) -> list[_Segment]:
+    """The parts of a block in order, not yet scaled to the seconds of a pass."""
+    moved = [o for o in b.gather_forward if o.behind in ("weights", "module")]
+    found = {o.param: _Segment(o.param) for o in moved}
+    for o in moved:
+        s = found[o.param]
+        if o.behind == "weights":
+            s.size = o.link_bytes
+        if not _copied(o, cluster):
+            to = s.fetch if o.behind == "weights" else s.beside
+            to[STREAMS[o.kind]] = to.get(STREAMS[o.kind], 0.0) + seconds_of(o, cluster)
+    between, ahead = 0.0, list(found.values())
+    for o in b.forward:
+        mine = next((s for s in found.values() if o.param.startswith(s.part) or s.part == f"{o.module}."), None)
+        if mine is None:
+            between += seconds_of(o, cluster)
+            continue
+        if mine in ahead:
+            mine.gap, between = between, 0.0
+            ahead = ahead[ahead.index(mine) + 1 :]
+        mine.compute += seconds_of(o, cluster)
+    return [*found.values(), *([_Segment("-", compute=between)] if between or not found else [])]
+
+
+class _Pass:
+    """Passes through the ``order`` of segments, with ``room`` bytes for weights on their way."""
+
+    def __init__(self, order: list[_Segment], room: float) -> None:
+        self.order = order
+        self.fetched = [s for s in order if s.size]
+        largest = max((s.size for s in self.fetched), default=0.0)
+        self.ring = RingSpace(max(room, largest) * (1 + 1e-9))
+        self.clocks = {"disk": 0.0, "h2d": 0.0, "d2h": 0.0}
+        """When each stream has nothing more to do."""
+        self.pending: deque[float] = deque()
+        """When what is on its way is there."""
+        self.next = 0
+
+    def seconds(self) -> float:
+        """Of one pass, behind the first."""
+        now, ends = 0.0, list[float]()
+        self._fetch(now)
+        for _ in range(_PASSES):
+            for s in self.order:
+                now = self._run(s, now)
+            ends.append(now)
+        return (ends[-1] - ends[0]) / (_PASSES - 1)
+
+    def _run(self, s: _Segment, now: float) -> float:
+        """The end of a segment that begins at ``now`` at the earliest."""
+        if s.size:
+            now = max(now, self.pending.popleft())
+        start = now + s.gap
+        end = start + s.compute
+        for stream, seconds in s.beside.items():
+            others = max(0.0, self.clocks[stream] - start)  # of weights that are under way on the same stream
+            end = max(end, start + seconds + min(seconds, others))
+            self.pending = deque(t + min(seconds, others) if t > start else t for t in self.pending)
+            self.clocks[stream] = start + others + seconds
+        if s.size:
+            self.ring.give()
+            self._fetch(end)
+        return end
+
+    def _fetch(self, now: float) -> None:
+        while len(self.pending) < len(self.fetched):
+            s = self.fetched[self.next % len(self.fetched)]
+            if self.ring.take(s.size) is None:
+                return
+            self.next += 1
+            at = now
+            for stream, seconds in s.fetch.items():
+                at = self.clocks[stream] = max(at, self.clocks[stream]) + seconds
+            self.pending.append(at)
