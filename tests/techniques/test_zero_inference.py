@@ -225,8 +225,8 @@ def test_a_decode_step_takes_as_long_as_its_slowest_stream():
 
 def test_modules_overlap_where_two_of_the_largest_have_room():
     """Feed-forward projections are 27 % of a layer of Llama 3 8B: half a layer holds one of them and three quarters
-    hold two, which hides all that can be. A layer of Mixtral holds its experts beside its attention, which takes longer to
-    come than experts compute."""
+    hold two, which hides all that can be. A layer of Mixtral holds its experts beside its attention, which takes longer
+    to come than experts compute."""
 
     def tpot(model, prefetch):
         plan = f"zero_inference:fetch=modules,prefetch={prefetch}"

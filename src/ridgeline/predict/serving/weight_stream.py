@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ridgeline.graph import Graph, Op
 from ridgeline.graph.graph import Block, alternate
-from ridgeline.predict.step.streams import seconds_of, simulate
+from ridgeline.predict.step.streams import block_times, seconds_of
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.ring import RingSpace
 
@@ -27,8 +27,10 @@ class _Segment:
 
     part: str
     """Beginning of the names of its parameters in the layer."""
-    gap: float = 0.0
-    """Seconds before it in which computation needs none of its weights, or copies them itself."""
+    before: float = 0.0
+    """Seconds of computation before it, without its weights."""
+    waits: float = 0.0
+    """Seconds with its weights' memory in which computation waits or copies."""
     compute: float = 0.0
     size: float = 0.0
     """Bytes of weights that it waits for; 0: none."""
@@ -39,49 +41,46 @@ class _Segment:
 
 
 def streamed_seconds(g: Graph, cluster: Cluster) -> float:
-    """Seconds of a forward pass in the steady state of one after the other, with the weights that arrive and other
-    transfers that belong to parts of layers (``behind`` weights and module)."""
-    bare = replace(g, blocks=[replace(b, gather_forward=[]) for b in g.blocks])
-    whole = simulate(bare, cluster, []).seconds
-    known = [_segments(b, cluster) for b in g.blocks]
+    """Seconds of a forward pass in the steady state of one after the other, with what it waits for, the weights that
+    arrive, and what is moved beside parts of layers (``behind`` empty, weights and module)."""
+    known = [_segments(b, cluster, g.accumulation * g.passes) for b in g.blocks]
     order = [s for i, n in alternate(g.blocks) for _ in range(n) for s in known[i]]
-    alone = sum(s.compute + s.gap for s in order)
-    for segments, b in zip(known, g.blocks, strict=True):
-        for s in segments:
-            s.compute, s.gap = (x * whole / alone if alone else 0.0 for x in (s.compute, s.gap))
-            s.gap += sum(seconds_of(o, cluster) for o in b.gather_forward if _copied(o, cluster) and o.param == s.part)
-    if not any(s.size or s.beside for s in order):
-        return sum(s.gap + s.compute for s in order)
     return _Pass(order, g.weight_buffers).seconds()
 
 
-def _copied(op: Op, cluster: Cluster) -> bool:
-    """Whether the cores that compute copy these weights when their turn comes, as a CPU does from host memory."""
-    return op.behind == "weights" and op.kind == "h2d" and cluster.device.kind == "cpu"
+def waits(op: Op, cluster: Cluster) -> bool:
+    """Whether the cores that compute wait for a copy, or make it, as a CPU's do from host memory."""
+    return not op.behind or (op.kind == "h2d" and cluster.device.kind == "cpu")
 
 
-def _segments(b: Block, cluster: Cluster) -> list[_Segment]:
-    """The parts of a block in order, not yet scaled to the seconds of a pass."""
-    moved = [o for o in b.gather_forward if o.behind in ("weights", "module")]
-    found = {o.param: _Segment(o.param) for o in moved}
+def _segments(b: Block, cluster: Cluster, times: int) -> list[_Segment]:
+    """The parts of a block in order, each computed ``times`` times."""
+    moved = [o for o in b.gather_forward if o.axis == "host" and (o.behind != "layers" or waits(o, cluster))]
+    parts = [o.param for o in moved if o.param or o.behind] or [""]
+    found = {part: _Segment(part) for part in parts}
     for o in moved:
-        s = found[o.param]
+        s = found.get(o.param) or next(iter(found.values()))
         if o.behind == "weights":
             s.size = o.link_bytes
-        if not _copied(o, cluster):
+        if waits(o, cluster):
+            s.waits += seconds_of(o, cluster)
+        else:
             to = s.fetch if o.behind == "weights" else s.beside
             to[STREAMS[o.kind]] = to.get(STREAMS[o.kind], 0.0) + seconds_of(o, cluster)
+    t = block_times(replace(b, gather_forward=[]), cluster)
+    alone = sum(seconds_of(o, cluster) for o in b.forward)
+    scale = times * (t.forward + t.forward_inline) / alone if alone else 0.0
     between, ahead = 0.0, list(found.values())
     for o in b.forward:
         mine = next((s for s in found.values() if o.param.startswith(s.part) or s.part == f"{o.module}."), None)
         if mine is None:
-            between += seconds_of(o, cluster)
+            between += scale * seconds_of(o, cluster)
             continue
         if mine in ahead:
-            mine.gap, between = between, 0.0
+            mine.before, between = between, 0.0
             ahead = ahead[ahead.index(mine) + 1 :]
-        mine.compute += seconds_of(o, cluster)
-    return [*found.values(), *([_Segment("-", compute=between)] if between or not found else [])]
+        mine.compute += scale * seconds_of(o, cluster)
+    return [*found.values(), _Segment("-", compute=between)] if between else [*found.values()]
 
 
 class _Pass:
@@ -101,6 +100,8 @@ class _Pass:
     def seconds(self) -> float:
         """Of one pass, behind the first."""
         now, ends = 0.0, list[float]()
+        if not self.fetched:
+            return sum(max(s.waits + s.compute, *s.beside.values(), 0.0) + s.before for s in self.order)
         self._fetch(now)
         for _ in range(_PASSES):
             for s in self.order:
@@ -110,14 +111,16 @@ class _Pass:
 
     def _run(self, s: _Segment, now: float) -> float:
         """The end of a segment that begins at ``now`` at the earliest."""
+        start = now + s.before
         if s.size:
-            now = max(now, self.pending.popleft())
-        start = now + s.gap
-        end = start + s.compute
+            start = max(start, self.pending.popleft())
+        end = start + s.waits + s.compute
         for stream, seconds in s.beside.items():
             others = max(0.0, self.clocks[stream] - start)  # of weights that are under way on the same stream
-            end = max(end, start + seconds + min(seconds, others))
-            self.pending = deque(t + min(seconds, others) if t > start else t for t in self.pending)
+            later = min(seconds, others)
+            end = max(end, start + seconds + later)
+            if later:
+                self.pending = deque(t + later if t > start else t for t in self.pending)
             self.clocks[stream] = start + others + seconds
         if s.size:
             self.ring.give()
