@@ -16,8 +16,8 @@ from ridgeline.predict.step.streams import block_times, seconds_of
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.ring import RingSpace
 
-_PASSES = 3
-"""Passes one after the other that are followed; the first begins with an empty ring, and is left out."""
+_FETCHES = 64
+"""Fetches that are followed at least, in whole passes, behind a first pass that begins with an empty ring."""
 STREAMS = {"disk_read": "disk", "disk_write": "disk", "h2d": "h2d", "d2h": "d2h"}
 
 
@@ -103,11 +103,11 @@ class _Pass:
         if not self.fetched:
             return sum(max(s.waits + s.compute, *s.beside.values(), 0.0) + s.before for s in self.order)
         self._fetch(now)
-        for _ in range(_PASSES):
+        for _ in range(1 + -(-_FETCHES // len(self.fetched))):
             for s in self.order:
                 now = self._run(s, now)
             ends.append(now)
-        return (ends[-1] - ends[0]) / (_PASSES - 1)
+        return (ends[-1] - ends[0]) / (len(ends) - 1)
 
     def _run(self, s: _Segment, now: float) -> float:
         """The end of a segment that begins at ``now`` at the earliest."""

@@ -173,12 +173,19 @@ def _stored(model: ModelSpec, wide: float, t: WeightOnly) -> tuple[int, float]:
 
 def coded_matrices(e: Experiment) -> int:
     """Number of quantized matrices, counting each expert's."""
-    return sum(p.numel // (p.shape[-1] * p.shape[-2]) for p in left(e).parameters() if _is_coded(p.name))
+    return _coded(left(e))[0]
 
 
 def coded_weights(e: Experiment) -> int:
     """Number of quantized weights."""
-    return sum(p.numel for p in left(e).parameters() if _is_coded(p.name))
+    return _coded(left(e))[1]
+
+
+@lru_cache(maxsize=64)
+def _coded(model: ModelSpec) -> tuple[int, int]:
+    """(matrices, weights) that are quantized."""
+    coded = [p for p in model.parameters() if _is_coded(p.name)]
+    return sum(p.numel // (p.shape[-1] * p.shape[-2]) for p in coded), sum(p.numel for p in coded)
 
 
 def _is_coded(name: str) -> bool:
