@@ -315,7 +315,21 @@ def test_nothing_fits(deep, tmp_path):
     enough = parse_size(re.search(r"give (\S+ \w+) of device memory", e.value.fix)[1])
     place(deep, [], MemoryLimits(device=enough))
     with pytest.raises(UserError, match="does not fit into"):
-        place(deep, [], MemoryLimits(device=int(0.7 * enough)))
+        place(deep, [], MemoryLimits(device=int(0.95 * enough)))
+
+
+def test_a_placement_that_is_asked_for_is_the_one(deep):
+    """No other is added to it."""
+    catalog.allow_unprobed()
+    work = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 16, "dtype": "fp32"}
+    found = place(deep, ["zero_inference:resident=1"], MemoryLimits(device=10_000_000), sequences=2, **work)
+    assert [found.experiment.plan.option("zero_inference", k) for k in ("fetch", "resident")] == ["layers", 1]
+    assert ("weights of layers", "host memory") in {row[:2] for row in found.rows}
+
+
+def test_generate_names_what_its_engine_does_not_have(deep):
+    with pytest.raises(UserError, match="flexgen is not in the serving engine, which `generate` and `serve` use"):
+        app(["generate", str(deep), "--prompt", "abc", "--with", "flexgen"], standalone_mode=False)
 
 
 @pytest.mark.parametrize("size", ["", "0", "1e400GiB"])
