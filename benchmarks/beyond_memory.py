@@ -56,7 +56,9 @@ from ridgeline.measure.probing.disk import file_rate
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.checkpoint.formats.gguf import write_gguf
 from ridgeline.nn.memory.block_store import Restoring
+from ridgeline.nn.memory.layer_stream import OpenFile, aligned
 from ridgeline.nn.memory.meter import Meter, process_memory
+from ridgeline.nn.memory.tiered_store import PAGE
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.predict import predict
@@ -75,6 +77,8 @@ LARGE = MODEL.changed(name="beyond-large", hidden_size=2048, num_layers=12, num_
                       intermediate_size=5632)  # fmt: skip
 WIDE = catalog.model("opt-1.3b").changed(name="beyond-opt", vocab_size=2048, num_layers=6, max_positions=256)
 BATCHES = (1, 8, 32, 128)
+_REQUEST = 48 << 20
+"""Bytes of a read, as of a layer."""
 SHARED, OWN = 4096, 64
 """Tokens of the shared prefix, and of each prompt's own end."""
 PLANS = {
@@ -108,9 +112,21 @@ def model_of(e: Experiment) -> Any:
     return build_generation(e, torch.device("cpu"), techniques).model
 
 
+def whole_rate(checkpoint: str) -> Link:
+    """The disk with the rate at which all of the checkpoint is read once, as much as a step reads: a disk that is
+    throttled gives a short probe more, or less, than that."""
+    files = sorted(Path(checkpoint).glob("*.safetensors"))
+    into, start = aligned(_REQUEST), time.perf_counter()
+    for file in map(OpenFile.of, files):
+        size = file.path.stat().st_size
+        for at in range(0, size, _REQUEST):
+            file.read(memoryview(into.numpy())[: -(-(size - at) // PAGE) * PAGE], at, min(_REQUEST, size - at))
+    rate = sum(f.stat().st_size for f in files) / (time.perf_counter() - start)
+    return file_rate(files[0]).model_copy(update={"bandwidth": rate})
+
+
 def tiers(checkpoint: str, rounds: int, plans: Sequence[str], batches: Sequence[int]) -> dict[str, Any]:
     """Tokens/s by tier and batch, measured in turns and predicted; before and after each is measured, the disk is."""
-    file = max(Path(checkpoint).glob("*.safetensors"), key=lambda f: f.stat().st_size)
     links: dict[tuple[int, str], list[Link]] = {}
     steps: dict[tuple[int, str], list[float]] = {}
     held: dict[str, int] = {}
@@ -118,11 +134,11 @@ def tiers(checkpoint: str, rounds: int, plans: Sequence[str], batches: Sequence[
         for name in plans:
             model = model_of(experiment(checkpoint, PLANS[name], 1))
             for batch in batches:
-                before = file_rate(file)
+                before = whole_rate(checkpoint)
                 with torch.inference_mode():
                     timed_generation(model, prompt(batch), 2)
                     steps.setdefault((batch, name), []).extend(timed_generation(model, prompt(batch), OUTPUT)[1:])
-                links.setdefault((batch, name), []).extend((before, file_rate(file)))
+                links.setdefault((batch, name), []).extend((before, whole_rate(checkpoint)))
             meter = Meter(model)
             meter.register(model.parameters(), "parameters")
             with meter, torch.inference_mode():
@@ -157,7 +173,7 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     """Policies within a device of a quarter, and a host of half, of the weights."""
     size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
     local = catalog.cluster("local")
-    disk = file_rate(max(Path(checkpoint).glob("*.safetensors"), key=lambda f: f.stat().st_size))
+    disk = whole_rate(checkpoint)
     host = Host(name="half", cores=os.cpu_count() or 1, memory_bytes=size / 2,
                 memory_bandwidth=local.device.memory_bandwidth)  # fmt: skip
     device = local.device.model_copy(update={"memory_bytes": size / 4, "host": host, "disk": disk})
