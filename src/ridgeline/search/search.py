@@ -84,9 +84,11 @@ def search(
         counts = fork.Array("q", 2)
         with ProcessPoolExecutor(workers, fork, share, (fork.Value("d", math.inf), counts)) as pool:
             jobs = [pool.submit(run, part) for part in parts]
-            while wait(jobs, _LOOK).not_done:
+            left = True
+            while left:
+                left = bool(wait(jobs, _LOOK).not_done)
                 if progress:
-                    progress(counts[0], counts[1])
+                    progress(*counts.get_obj())  # without the lock, which a worker that was killed may have
         for job, part in zip(jobs, parts, strict=True):
             killed = isinstance(job.exception(), BrokenProcessPool)
             found.merge(run(part) if killed else job.result())

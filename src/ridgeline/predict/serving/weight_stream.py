@@ -17,7 +17,7 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.ring import RingSpace
 
 _FETCHES = 64
-"""Fetches that are followed at least, in whole passes, behind a first pass that begins with an empty ring."""
+"""Fetches that are followed at least, in whole passes; and segments ahead of these, from the pass before."""
 STREAMS = {"disk_read": "disk", "disk_write": "disk", "h2d": "h2d", "d2h": "d2h"}
 
 
@@ -98,16 +98,20 @@ class _Pass:
         self.next = 0
 
     def seconds(self) -> float:
-        """Of one pass, behind the first."""
-        now, ends = 0.0, list[float]()
+        """Of one pass, behind enough of the one before to fill an empty ring."""
         if not self.fetched:
             return sum(max(s.waits + s.compute, *s.beside.values(), 0.0) + s.before for s in self.order)
+        ahead, passes = self.order, -(-_FETCHES // len(self.fetched))
+        if passes == 1:
+            ahead = ahead[-_FETCHES:]
+            self.next = len(self.fetched) - sum(s.size > 0 for s in ahead)
+        now, start = 0.0, 0.0
         self._fetch(now)
-        for _ in range(1 + -(-_FETCHES // len(self.fetched))):
-            for s in self.order:
-                now = self._run(s, now)
-            ends.append(now)
-        return (ends[-1] - ends[0]) / (len(ends) - 1)
+        for s in ahead:
+            start = now = self._run(s, now)
+        for s in self.order * passes:
+            now = self._run(s, now)
+        return (now - start) / passes
 
     def _run(self, s: _Segment, now: float) -> float:
         """The end of a segment that begins at ``now`` at the earliest."""
