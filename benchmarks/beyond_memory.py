@@ -182,12 +182,13 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     batch = 128
     draw = random.Random(0)
     plans = {"flexgen": (["flash_attention", "flexgen"], batch)}
-    for i in range(20):
-        wh, ad = draw.randint(0, 40), draw.randint(0, 100)
-        shares = (f"weights_device=0,weights_host={wh},cache_device=0,cache_host={draw.randint(0, 45 - wh)},"
+    while len(plans) < 21:
+        wd, wh, ad = draw.randint(0, 12), draw.randint(0, 40), draw.randint(0, 100)
+        shares = (f"weights_device={wd},weights_host={wh},cache_device=0,cache_host={draw.randint(0, 45 - wh)},"
                   f"activations_device={ad},activations_host={draw.randint(0, 100 - ad)}")  # fmt: skip
-        n = draw.choice((4, 8, 16, 32))
-        plans[f"random {i}"] = (["flash_attention", f"flexgen:batches={n},{shares}"], batch)
+        plan = ["flash_attention", f"flexgen:batches={draw.choice((2, 4, 8, 16, 32))},{shares}"]
+        if predict(experiment(checkpoint, plan, batch, cluster)).status == "ok":
+            plans[f"random {len(plans)}"] = (plan, batch)
     for b in (128, 64, 32, 16, 8, 4, 2, 1):
         plan = ["flash_attention", "zero_inference:parameters=nvme"]
         if predict(experiment(checkpoint, plan, b, cluster)).status == "ok":
@@ -197,8 +198,6 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     for name, (plan, b) in plans.items():
         e = experiment(checkpoint, plan, b, cluster)
         found = predict(e)
-        if found.status != "ok":
-            continue
         model = model_of(e)
         with torch.inference_mode():
             timed_generation(model, prompt(b), 2)
