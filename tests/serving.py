@@ -121,7 +121,7 @@ def greedy(made, prompt, new, ends=()):
     """Greedy tokens without any cache."""
     tokens = list(prompt)
     for _ in range(new):
-        tokens.append(int(made(torch.tensor([tokens]))[0, -1].argmax()))
+        tokens.append(int(made(torch.tensor([tokens], device=next(made.parameters()).device))[0, -1].argmax()))
         if tokens[-1] in ends:
             break
     return tokens[len(prompt) :]

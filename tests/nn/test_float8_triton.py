@@ -46,7 +46,7 @@ def test_extremes():
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 5), (130, 70), (257, 64)])
+@pytest.mark.parametrize("shape", [(3, 5), (130, 70), (257, 64), (320, 128)])
 def test_codes_also_transposed(given, shape):
     t = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(given)
     held = None if DEVICE == "cuda" else torch.float32

@@ -7,7 +7,7 @@ from tests.nn.interpreter import DEVICE
 from tests.serving import spec
 from torch import nn
 
-from ridgeline.nn.kernels import functions, gemv, products
+from ridgeline.nn.kernels import functions, gemv, gpu, products
 from ridgeline.nn.model import fused
 from ridgeline.nn.model.init import build
 
@@ -17,9 +17,9 @@ def found(monkeypatch):
     """Shapes of the weights that the kernel multiplied, of layers on any device."""
     shapes, plain = [], gemv.product_of_row
 
-    def count(x, weight, bias=None):
+    def count(x, weight, bias=None, gated=False):
         shapes.append(tuple(weight.shape))
-        return plain(x, weight, bias)
+        return plain(x, weight, bias, gated)
 
     monkeypatch.setattr(products, "_for_triton", lambda *_: True)
     monkeypatch.setattr(gemv, "product_of_row", count)
@@ -43,6 +43,19 @@ def test_sums_are_fp32(dtype, n, k, biased):
     added = F.linear(x.double().abs(), w.double().abs(), bias.double().abs())
     assert ((got.double() - want).abs() <= torch.finfo(dtype).eps * want.abs() + 2.0**-20 * added).all()
     assert torch.equal(got, gemv.product_of_row(x, w, bias if biased else None))
+
+
+@pytest.mark.parametrize("f", [16, 7])
+@pytest.mark.parametrize("biased", [False, True])
+def test_swiglu_of_a_product_is_that_of_its_result(f, biased):
+    """To the bit, as the product is rounded in between."""
+    x, w, bias = operands(2 * f, 520)
+    given = (x[0] / 8, w, bias if biased else None)
+    both = gemv.product_of_row(*given)
+    y = torch.empty(1, f, dtype=both.dtype, device=DEVICE)
+    gpu.rl_activation(False, both, 0, None, 0, y, 1, f, 0)
+    assert torch.equal(gemv.product_of_row(*given, gated=True), y)
+    assert float(y.double().norm()) > 0.1
 
 
 def test_what_it_does_not_suit(found):

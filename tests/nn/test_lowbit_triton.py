@@ -50,7 +50,7 @@ def test_many_rows_take_the_expanded_weight():
 
 def test_splits_of_the_inputs_are_added_and_counters_return_to_zero(monkeypatch):
     p = record(70, 2048, 4, 128, True)
-    codes, x = Stripes(p), rows(2, 2048).bfloat16()
+    codes, x = Stripes(p), rows(lowbit_matmul.FEW_ROWS + 1, 2048).bfloat16()
     want = F.linear(x.double(), p.dense(torch.float64))
     first = product(x, codes, dtype=torch.float32)
     assert off(first, want) < 1e-5
@@ -58,6 +58,17 @@ def test_splits_of_the_inputs_are_added_and_counters_return_to_zero(monkeypatch)
     assert torch.equal(product(x, codes, dtype=torch.float32), first)
     monkeypatch.setattr(lowbit_matmul, "processors", lambda device: 0)  # not split
     assert off(product(x, codes, dtype=torch.float32), want) < 1e-5
+
+
+def test_parts_of_stripes(monkeypatch):
+    """Half of a stripe's words at a time, with more rows than fit one program of few."""
+    p = record(40, 1024, 4, 128, False)
+    x = rows(9, 1024).bfloat16()
+    want = F.linear(x.double(), p.dense(torch.float64))
+    for words in (32, 64):
+        how = lowbit_matmul.Launch(128, 16, 64, 4, 2, 1, words)
+        monkeypatch.setitem(lowbit_matmul.LAUNCHES, 64, (how,))
+        assert off(product(x, Stripes(p), dtype=torch.float32), want) < 1e-5
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])

@@ -75,13 +75,28 @@ def test_pages_give_what_gathered_keys_give(heads, groups, width, block, window,
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize(("heads", "groups", "width"), [(6, 2, 64), (2, 1, 256), (2, 2, 24)])
-def test_pools_of_codes(kind, heads, groups, width):
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "window"), [(6, 2, 64, 80), (2, 1, 256, 80), (2, 2, 24, 80), (4, 2, 128, 0)]
+)
+def test_pools_of_codes(kind, heads, groups, width, window):
     q, stores, held, table, pages = step(heads, groups, width, 16, kind)
-    got = paged_attention(q.to(DEVICE), *stores, pages, 80).cpu()
-    want = expected(q, held, table, 16, 80)
+    got = paged_attention(q.to(DEVICE), *stores, pages, window).cpu()
+    want = expected(q, held, table, 16, window)
     # Nibbles are multiplied before their scale and minimum are applied: sums of some 128 times the values cancel.
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("window", "changed"), [(70, ""), (-70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")])
+def test_few_rows_over_codes(window, changed):
+    """By the kernel whose warps have keys of their own, of one key head and of several parts."""
+    heads = 4
+    q, stores, held, table, pages = step(heads, 1, 128, 16, "int4" if window else "int8")
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(1))
+    changes = {"soft cap": ScoreChanges(1.5, None, None), "alibi": ScoreChanges(None, alibi_slopes(heads), None),
+               "sinks": ScoreChanges(None, None, sinks)}.get(changed)  # fmt: skip
+    there = changes and changes._replace(sinks=None if changes.sinks is None else sinks.to(DEVICE))
+    got = paged_attention(q.to(DEVICE), *stores, pages, window, there).cpu()
+    torch.testing.assert_close(got.double(), expected(q, held, table, 16, window, changes), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["", "int4", "fp8"])

@@ -68,6 +68,7 @@ def test_what_is_kept_of_a_layer():
         (["torch_compile", "zero:stage=3"], "parameters are whole"),
         (["mixed_precision:loss=copies", "fused_layers"], "leave the loss out of fused_layers"),
         (["recompute:policy=products,every=2"], "treats every block alike"),
+        (["mixed_precision", "fp8:gathered=codes"], "nothing here is divided"),
     ],
 )
 def test_refusals(plan, says):
@@ -81,7 +82,7 @@ def test_refusals(plan, says):
     [
         ["mixed_precision:weights=gathered", "zero:stage=3"],
         ["mixed_precision:loss=copies"],
-        ["mixed_precision", "fp8:gathered=codes"],
+        ["mixed_precision", "fp8:gathered=codes", "zero:stage=3"],
         ["torch_compile:pieces=true"],
         ["flash_attention", "ring_attention:degree=2,exchange=gather"],
     ],

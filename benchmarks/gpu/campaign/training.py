@@ -39,9 +39,11 @@ PLANS = {
     "unfused attention": (BASE[0], BASE[2]),
     "fp32": BASE[1:],
 }
-LARGER = {"bf16, recompute": (*BASE, "recompute"), "fp8, recompute": (*BASE, "recompute", "fp8"),
-          "fp8 by rows, recompute": (*BASE, "recompute", "fp8:scaling=rowwise"),
-          "bf16, recompute, compile": (*COMPILED, "recompute")}  # fmt: skip
+LARGER = {"bf16": (2, BASE), "fp8": (2, (*BASE, "fp8")),
+          "bf16, recompute": (4, (*BASE, "recompute")), "fp8, recompute": (4, (*BASE, "recompute", "fp8")),
+          "fp8 by rows, recompute": (4, (*BASE, "recompute", "fp8:scaling=rowwise")),
+          "bf16, recompute, compile": (4, (*COMPILED, "recompute"))}  # fmt: skip
+"""Rows of a batch and the plan."""
 METRICS = ("step_time_s", "tokens_per_s", "mfu", "peak_bytes", "device_used_bytes")
 SECONDS = 170.0
 WARM = 3
@@ -57,7 +59,7 @@ def cells(setting: Setting) -> list[Cell]:
         return [_cell(setting, "llama-tiny", work, n, p) for n, p in (("fp32", ()), ("fp32, fused", BASE[1:]))]
     work = {"kind": "pretrain", "seq_len": 4096, "batch_size": 4, "steps": 24}
     found = [_cell(setting, "llama3.2-1b", work, n, p) for n, p in PLANS.items()]
-    found += [_cell(setting, "llama3.2-3b", {**work, "batch_size": 2}, n, p) for n, p in LARGER.items()]
+    found += [_cell(setting, "llama3.2-3b", {**work, "batch_size": b}, n, p) for n, (b, p) in LARGER.items()]
     found.append(_cell(setting, "llama3.2-1b", work, "bf16, Hugging Face Trainer", BASE[:2], backend="hf"))
     return found
 

@@ -58,12 +58,20 @@ class Compiled:
     """Products on tensor cores (HMMA, HGMMA, IMMA, UTCMMA and their like)."""
     asynchronous: int
     """Copies to shared memory that no thread waits for (cp.async, bulk copies)."""
+    torn: int = 0
+    """Pairs of float8 codes that are packed into words and read one by one, too: of the latter ptxas 12.8 lost some."""
     loads: dict[int, int] = field(default_factory=dict)
     """Number of loads from global memory, by their bits."""
     stores: dict[int, int] = field(default_factory=dict)
     """The same of stores to it."""
     loops: tuple[Loop, ...] = ()
     """The innermost loops, the longest first."""
+    early: bool = False
+    """Whether it starts before the kernel before it has ended (programmatic dependent launch)."""
+    waits: int = 0
+    """Where it waits for that."""
+    unready: int = 0
+    """Accesses to global memory before the first such place."""
     seconds: float = 0.0
     """Processor time of its compilation, the assembler's included."""
 
@@ -75,7 +83,7 @@ class Compiled:
     def row(self) -> dict[str, Any]:
         """As written to JSON."""
         names = ("kernel", "capability", "warps", "registers", "spilled", "shared", "instructions", "tensor",
-                 "asynchronous", "loop")  # fmt: skip
+                 "asynchronous", "torn", "loop", "early", "waits", "unready")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "grid": list(self.grid), "loads": {str(bits): n for bits, n in sorted(self.loads.items())},
             "stores": {str(bits): n for bits, n in sorted(self.stores.items())}, "seconds": round(self.seconds, 2),
@@ -157,12 +165,26 @@ def _measured(kernel: Any, name: str, capability: int, grid: Any, seconds: float
     sizes = tuple(grid(kernel.metadata) if callable(grid) else grid)
     return Compiled(
         name, capability, sizes, kernel.metadata.num_warps, int(registers[1]), int(spilled[1]) if spilled else 0,
-        kernel.metadata.shared, seconds=seconds, **_counted(sass),
+        kernel.metadata.shared, seconds=seconds, torn=_torn(kernel.asm["ptx"]), early=kernel.metadata.launch_pdl,
+        **_counted(sass),
     )  # fmt: skip
+
+
+_CODES = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f\w+\s+(%rs\d+)")
+_PACKED = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}")
+
+
+def _torn(ptx: str) -> int:
+    """Pairs of float8 codes that are packed with another pair, and read one by one as well."""
+    packed = {pair for both in _PACKED.findall(ptx) for pair in both}
+    others = _CODES.sub("", _PACKED.sub("", ptx))
+    return sum(re.search(rf"{pair}\b", others) is not None for pair in packed & set(_CODES.findall(ptx)))
 
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.S)
 _TENSOR = re.compile(r"HMMA|HGMMA|IMMA|IGMMA|QGMMA|QMMA|BGMMA|DMMA|UTC\w*MMA")
+_WAIT = "ACQBULK"
+_ACCESS = re.compile(r"LDG|STG|ATOMG|RED|LD$|LD\.|ST$|ST\.|ATOM$|ATOM\.|UTMA|UBLK")
 _ASYNCHRONOUS = re.compile(r"LDGSTS|UTMALDG|UBLKCP")
 
 
@@ -179,6 +201,8 @@ def _counted(sass: str) -> dict[str, Any]:
     for first, last in inner:
         body = [op for at, op, _ in lines if first <= at <= last]
         loops.append(Loop(len(body), sum(bool(_TENSOR.match(op)) for op in body)))
+    ops = [op for _, op, _ in lines]
+    unready = ops[: ops.index(_WAIT)] if _WAIT in ops else []
     loads: dict[int, int] = {}
     stores: dict[int, int] = {}
     for _, op, _ in lines:
@@ -194,6 +218,8 @@ def _counted(sass: str) -> dict[str, Any]:
         "instructions": len(lines),
         "tensor": sum(bool(_TENSOR.match(op)) for _, op, _ in lines),
         "asynchronous": sum(bool(_ASYNCHRONOUS.match(op)) for _, op, _ in lines),
+        "waits": ops.count(_WAIT),
+        "unready": sum(bool(_ACCESS.match(op)) for op in unready),
         "loads": loads,
         "stores": stores,
         "loops": tuple(sorted(loops, key=lambda loop: -loop.instructions)),

@@ -31,6 +31,22 @@ def has_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+_library_was_last = False
+
+
+def note_library() -> None:
+    """Say that a library's kernel was launched, which lets none start before it is done."""
+    global _library_was_last
+    _library_was_last = True
+
+
+def library_was_last() -> bool:
+    """Whether one was said to be launched since this was asked last."""
+    global _library_was_last
+    was, _library_was_last = _library_was_last, False
+    return was
+
+
 def usable(*tensors: Tensor | None) -> bool:
     """Whether the kernels support these tensors: plain tensors on one kind of device, of a supported dtype."""
     cuda: bool | None = None

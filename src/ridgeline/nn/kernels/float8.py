@@ -12,10 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.early import wait
 from ridgeline.nn.kernels.gpu_norms import magnitudes
 from ridgeline.nn.kernels.peaks import Peaks, room
+from ridgeline.nn.kernels.quick import quick
 
 BLOCK = 4096
 TALL, WIDE = 128, 64
@@ -24,9 +27,11 @@ ALIGNED = 4
 """Numbers between the scale and its inverse: cuBLASLt reads float8 scales at addresses that are multiples of 16."""
 
 
+@quick
 @triton.jit
-def _peaks(x, peaks, n, BLOCK: tl.constexpr):
+def _peaks(x, peaks, n, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     """The largest magnitude of each program's part, as the bits of a float, in whose order NaN is above infinity."""
+    wait(EARLY)
     most = tl.zeros([BLOCK], tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):
@@ -55,16 +60,31 @@ def _power(bits, LARGEST: tl.constexpr):
     return tl.where(bits >= 0x7F800000, float("nan"), scale)
 
 
+COMPILED = tl.constexpr(isinstance(_scale, JITFunction))
+"""Whether kernels are, and not in Triton's interpreter, which has no assembly."""
+
+
+@triton.jit
+def apart(scale):
+    """``scale``, to the compiler another number, so that codes made with it share no register with those made before:
+    of codes that are stored as words and moved as bytes too, ptxas 12.8 lost every other one."""
+    if not COMPILED:
+        return scale
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [scale], tl.float32, False, 1)
+
+
 @triton.jit
 def _scaled(value, scale, LARGEST: tl.constexpr):
     """Values to be rounded to codes."""
     return tl.minimum(tl.maximum(value.to(tl.float32) * scale, -LARGEST), LARGEST)
 
 
+@quick
 @triton.jit
 def _encode(x, peaks, codes, scales, n, count, LARGEST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-            ALIGNED: tl.constexpr):  # fmt: skip
+            ALIGNED: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     """``codes`` of x, and ``scales``: what values were multiplied by, and its inverse."""
+    wait(EARLY)
     part = tl.arange(0, PARTS)
     scale = _scale(tl.max(tl.load(peaks + part, part < count, other=0), 0), LARGEST)
     if tl.program_id(0) == 0:
@@ -87,15 +107,19 @@ def _encode_transposed(x, peaks, codes, transposed, scales, rows, columns, count
     i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     j = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     at, inside = i[:, None] * columns + j[None, :], (i < rows)[:, None] & (j < columns)[None, :]
-    code = _scaled(tl.load(x + at, inside, other=0.0), scale, LARGEST).to(codes.dtype.element_ty)
-    tl.store(codes + at, code, inside)
+    value = tl.load(x + at, inside, other=0.0)
+    tl.store(codes + at, _scaled(value, scale, LARGEST).to(codes.dtype.element_ty), inside)
+    code = _scaled(value, apart(scale), LARGEST).to(codes.dtype.element_ty)
     there = (j < columns)[:, None] & (i < rows)[None, :]
     tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(code), there)
 
 
+@quick
 @triton.jit
-def _encode_rows(x, codes, inverse, rows, columns, LARGEST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
+def _encode_rows(x, codes, inverse, rows, columns, LARGEST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+                 EARLY: tl.constexpr = False):  # fmt: skip
     """``codes`` of TALL rows, each with a scale of its own, and ``inverse`` [rows], the scales' inverses."""
+    wait(EARLY)
     i = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     most = tl.zeros([TALL], tl.int32)
     for start in range(0, columns, WIDE):
@@ -175,9 +199,6 @@ def encode_transposed(
     of ``x``, of the whole."""
     x = x.contiguous()
     rows, columns = x.shape
-    if rows % 16 and x.dtype == torch.float32:  # which Triton 3.6 transposes wrong on Hopper
-        codes, _, inverse = encode(x, dtype, largest, known)
-        return codes, codes.t().contiguous(), inverse
     codes, transposed = _pair(x, dtype)
     scales = torch.empty(2 * ALIGNED, dtype=torch.float32, device=x.device)
     peaks = _peaks_of(x) if known is None else known.first
@@ -197,8 +218,6 @@ def encode_rowwise(
     x = x.contiguous()
     rows, columns = x.shape
     inverse = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    if transpose and rows % 16 and x.dtype == torch.float32:  # see encode_transposed
-        return *encode_rowwise(x, dtype, largest, False)[:2], *encode_rowwise(x.t(), dtype, largest, False)[:2]
     if not transpose:
         codes = torch.empty(x.shape, dtype=dtype, device=x.device)
         tall = min(16, max(1, triton.next_power_of_2(rows // (2 * processors(x.device)))))

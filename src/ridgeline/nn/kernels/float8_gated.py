@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
-from ridgeline.nn.kernels.float8 import _power, _scale, _scaled
+from ridgeline.nn.kernels.float8 import _power, _scale, _scaled, apart
 from ridgeline.nn.kernels.gpu import swiglu_gradients
 from ridgeline.nn.kernels.gpu_norms import magnitudes
 from ridgeline.nn.kernels.peaks import PER_PROCESSOR, GatedGradient, Peaks, Wish, room
@@ -89,7 +89,7 @@ def _store_codes(value, row_scale, column_scale, codes, transposed, i, j, inside
         across = (value.to(tl.float32) * column_scale).to(codes.dtype.element_ty)
     else:
         code = _scaled(value, row_scale, LARGEST).to(codes.dtype.element_ty)
-        across = code
+        across = _scaled(value, column_scale, LARGEST).to(codes.dtype.element_ty)
     tl.store(codes + i[:, None] * width + j[None, :], code, inside)
     tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(across), tl.trans(inside))
 
@@ -115,7 +115,8 @@ def _encode_gated(dy, x, codes, transposed, inverse, transposed_inverse, first, 
     else:
         part = tl.arange(0, PARTS)
         row = _scale(tl.max(tl.load(first + part, part < count, other=0), 0), LARGEST)
-        left, right = row, row
+        left = apart(row)
+        right = left
         if tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(inverse, 1.0 / row)
     inside = (i < rows)[:, None] & (j < n)[None, :]

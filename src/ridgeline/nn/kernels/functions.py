@@ -19,7 +19,7 @@ from ridgeline.nn.kernels.backends import GatedKernel
 from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
 from ridgeline.nn.kernels.peaks import GatedGradient, Peaks, Wish
-from ridgeline.nn.kernels.products import PLAIN, Product, add_product, linear
+from ridgeline.nn.kernels.products import PLAIN, SERVED, Product, add_product, linear, served_gated
 from ridgeline.nn.model.loss import IGNORE
 
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
@@ -446,6 +446,8 @@ def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Ten
     ``wish``: of which peaks the result has, if gradients are recorded and ours computes it."""
     grad = torch.is_grad_enabled()
     if not grad:
+        if product is SERVED and kernel is None and (at_once := served_gated(x, merged, bias)) is not None:
+            return at_once
         both, _ = product.forward(x, merged, bias, False, False)
         return _activated(both, None, "silu") if kernel is None else kernel.forward(both)
     found = None

@@ -16,24 +16,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.nn.kernels.early import LINE, prefetch, wait
 from ridgeline.nn.kernels.quick import blocks, quick
 
 ROWS, BLOCK, WARPS, STAGES = 8, 512, 4, 3
 """Rows of the weight for a program, inputs of a block, warps, and blocks in flight."""
 ALIGNED = 8
 """Inputs of which a weight must have a multiple, so that all of its rows are read 128 bits at a time."""
+AHEAD = 1024
+"""Bytes of each row of the weight, a power of two of 128-byte lines, that are fetched while earlier kernels run."""
 
 
 @quick
 @triton.jit
-def _product_of_row(x, w, bias, y, n, parts, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-                    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """``parts``: of ``ALIGNED`` inputs. ``EVEN``: no block of inputs reaches over the edge."""
+def _product_of_row(x, w, bias, y, n, parts, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
+                    ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+                    AHEAD: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
+    """``n``: outputs. ``parts``: of ``ALIGNED`` inputs. ``GATED``: of the weight's two halves, gate and up, SwiGLU is
+    the output; a program has the rows of both in turn. ``EVEN``: no block of inputs reaches over the edge."""
     k = parts * ALIGNED  # by which the compiler knows how rows are aligned
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = (rows < n)[:, None]
+    of = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = of < (2 * n if GATED else n)
+    rows = of // 2 + of % 2 * n if GATED else of
+    there = exists[:, None]
     along = tl.arange(0, BLOCK)
     from_w = w + rows.to(tl.int64)[:, None] * k + along[None, :]
+    if EARLY and AHEAD:
+        EACH: tl.constexpr = LINE * 8 // w.dtype.element_ty.primitive_bitwidth
+        line = tl.minimum(tl.arange(0, AHEAD // LINE) * EACH, k - 1)
+        prefetch(w + tl.where(exists, rows, 0).to(tl.int64)[:, None] * k + line[None, :])
+    wait(EARLY)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.range(0, k, BLOCK, num_stages=STAGES):
         if EVEN:
@@ -46,17 +58,23 @@ def _product_of_row(x, w, bias, y, n, parts, HAS_BIAS: tl.constexpr, EVEN: tl.co
         total += held.to(tl.float32) * a.to(tl.float32)[None, :]
     sums = tl.sum(total, 1)
     if HAS_BIAS:
-        sums += tl.load(bias + rows, rows < n, other=0.0).to(tl.float32)
-    tl.store(y + rows, sums.to(y.dtype.element_ty), rows < n)
+        sums += tl.load(bias + rows, exists, other=0.0).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.reshape(sums.to(y.dtype.element_ty).to(tl.float32), [ROWS // 2, 2]))
+        to = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        tl.store(y + to, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), to < n)
+    else:
+        tl.store(y + rows, sums.to(y.dtype.element_ty), exists)
 
 
-def product_of_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def product_of_row(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
     """``x`` [..., k] of one row times ``weight`` [n, k], plus ``bias`` [n] → [..., n]; all contiguous, of one dtype
-    (bf16 or fp16), k a multiple of ``ALIGNED``."""
-    n, k = weight.shape
+    (bf16 or fp16), k a multiple of ``ALIGNED``. ``gated``: silu(first half) · second half of that → [..., n / 2]."""
+    rows, k = weight.shape
+    n = rows // 2 if gated else rows
     y = torch.empty(*x.shape[:-1], n, dtype=weight.dtype, device=weight.device)
-    _product_of_row[blocks(n, ROWS),](
-        x, weight, y if bias is None else bias, y, n, k // ALIGNED, bias is not None, k % BLOCK == 0, ROWS, BLOCK,
-        ALIGNED, STAGES, num_warps=WARPS,
+    _product_of_row[blocks(rows, ROWS),](
+        x, weight, y if bias is None else bias, y, n, k // ALIGNED, gated, bias is not None, k % BLOCK == 0, ROWS,
+        BLOCK, ALIGNED, STAGES, AHEAD, num_warps=WARPS,
     )  # fmt: skip
     return y

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.nn.kernels.early import wait
 from ridgeline.nn.kernels.gpu_norms import rl_add_norm, rl_add_norm_backward
 from ridgeline.nn.kernels.quick import blocks, power, quick, tile, warps
 
@@ -28,7 +29,9 @@ def _tanh(x):
 
 @quick
 @triton.jit
-def _activation(x, bias, y, n, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):
+def _activation(x, bias, y, n, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr,
+                EARLY: tl.constexpr = False):  # fmt: skip
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = at < n
@@ -142,8 +145,10 @@ def _softmax_backward_folded(d, p, n, scale, SIZE: tl.constexpr):
 
 @quick
 @triton.jit
-def _rotate(x, cosine, sine, width, d, count, period, sign, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _rotate(x, cosine, sine, width, d, count, period, sign, HEADS: tl.constexpr, HALF: tl.constexpr,
+            EARLY: tl.constexpr = False):  # fmt: skip
     """All heads of one row, [HEADS, HALF] at a time, by angles that are loaded once."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at, head = tl.arange(0, HALF), tl.arange(0, HEADS)
     half = d // 2

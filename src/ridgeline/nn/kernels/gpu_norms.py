@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.early import FEW, LINE, prefetch, wait
 from ridgeline.nn.kernels.quick import quick, tile, warps
 
 RESIDENT = 1024
@@ -55,8 +56,12 @@ def _norm_of_row(row, x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_AD
 @quick
 @triton.jit
 def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTERD: tl.constexpr,
-              HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+              HAS_BIAS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    EACH: tl.constexpr = LINE * 8 // w.dtype.element_ty.primitive_bitwidth
+    if EARLY and tl.num_programs(0) <= FEW:
+        prefetch(w + tl.minimum(tl.arange(0, SIZE // EACH if SIZE > EACH else 1) * EACH, n - 1))
+    wait(EARLY)
     _norm_of_row(row, x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD, CENTERD, HAS_BIAS, SIZE)
 
 

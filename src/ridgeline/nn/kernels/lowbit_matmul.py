@@ -6,8 +6,9 @@ weights of neighboring inputs, in the layout in which tensor cores take them, wi
 Codes become floats by their place in a mantissa, two at a time; scales multiply the sums of a group. Sums are fp32.
 
 Up to ``MANY_ROWS`` of activations are multiplied on tensor cores with the weight as the left operand, more by PyTorch's
-own product with a weight that is expanded first. Where there are few blocks of outputs, the inputs are split between
-programs; the last of them to finish adds the partial sums in order. Imported only where Triton is installed.
+own product with a weight that is expanded first. Up to ``FEW_ROWS`` of them, the warps of a program divide the inputs.
+Of more, where there are few blocks of outputs, the inputs are split between programs; the last of them to finish adds
+the partial sums in order. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -24,13 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
-from ridgeline.nn.kernels.quick import Quick, quick
+from ridgeline.nn.kernels.early import LINE, prefetch, wait
+from ridgeline.nn.kernels.quick import Quick, blocks, quick
 from ridgeline.nn.kernels.target import capability
 
 
 class Launch(NamedTuple):
-    """How the product of up to ``rows`` rows is launched; the fastest of those tried on an H100 at the shapes of Llama
-    3.1 8B."""
+    """How the product of up to ``rows`` rows is launched. Chosen on an H100 at the shapes of Llama 3.1 8B; those of
+    stripes of 64 by what the compiler makes of them, not measured yet."""
 
     rows: int
     block_m: int
@@ -39,20 +41,34 @@ class Launch(NamedTuple):
     """Outputs of a program."""
     warps: int
     stages: int
-    """Tiles of words in flight."""
+    """Tiles of words that a program holds. It asks for the last of them when it is done with the first: two leave the
+    memory idle meanwhile."""
     programs: int
     """Programs for each processor, which splits of the inputs make up."""
+    words: int = 64
+    """Words of a row that are taken at a time, a stripe at most."""
 
 
 _NARROW = (Launch(8, 8, 64, 4, 4, 6), Launch(16, 16, 64, 4, 4, 4), Launch(32, 32, 128, 8, 3, 2),
            Launch(128, 64, 128, 8, 3, 2))  # fmt: skip
+_FEWER = (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 128, 8, 3, 2))
 LAUNCHES = {
-    16: _NARROW, 32: _NARROW,
-    64: (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 128, 8, 3, 2), Launch(128, 64, 128, 8, 2, 1)),
+    16: _NARROW, 32: _NARROW, 64: (*_FEWER, Launch(128, 64, 128, 8, 3, 1, 32)),
 }  # fmt: skip
 """By stripe."""
+BYTES = (*_FEWER, Launch(128, 64, 128, 8, 2, 1))
+"""The same of codes of 8 bits with the widest stripe."""
+FEW_ROWS, FEW_OUTPUTS, FEW_WARPS = 8, 16, 4
+"""Most rows that are multiplied by programs which have all inputs of a few outputs, these, and their warps."""
+FEW_MOST = 16384
+"""Most outputs of such a weight: the programs of more fill an H100 without dividing the inputs."""
+FEW_STAGES = {2: 3, 4: 3, 8: 5}
+"""Tiles of words that such a program holds, by the bits of a code."""
 MANY_ROWS = 128
 """Most rows that are multiplied by the kernel; above them every ``block_m`` rows would dequantize the weight again."""
+AHEAD = 256
+"""Bytes of each row of a program's words, a power of two of 128-byte lines, that are fetched, with what they are
+scaled by, while earlier kernels run."""
 EXPANDED_ROWS = 8
 """Outputs of a program that expands a weight."""
 
@@ -109,6 +125,17 @@ def _centered(held, center, AT: tl.constexpr, BITS: tl.constexpr, CENTERED: tl.c
 
 
 @triton.jit
+def _scales(scale, at, rows, there, PAIRS: tl.constexpr):
+    """Scales at ``at`` in fp32. ``PAIRS``: those of two outputs are a word, which is copied ahead as codes are; of 16
+    bits alone Triton copies nothing ahead."""
+    if PAIRS:
+        both = tl.load(scale.to(tl.pointer_type(tl.int32)) + (at >> 1), there, other=0)
+        return (both >> (rows % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return tl.load(scale + at, there, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _raised(held, AT: tl.constexpr, BITS: tl.constexpr):
     """2^BITS + code ``AT`` of each of the words: the code is moved to the top of a float's mantissa."""
     UP: tl.constexpr = 23 - BITS - BITS * AT
@@ -117,13 +144,28 @@ def _raised(held, AT: tl.constexpr, BITS: tl.constexpr):
     return bits.to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _fetch_ahead(words, scale, rows, output, word, row_words, scale_row, groups, column, GROUP: tl.constexpr,
+                 RUN: tl.constexpr, PER: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """``AHEAD`` bytes of each of a program's rows from ``word`` on, and what they are scaled by, from ``output`` and
+    input ``column`` on."""
+    line = tl.minimum(word + tl.arange(0, AHEAD // LINE) * (LINE // 4), row_words - 1)
+    prefetch(words + rows[:, None].to(tl.int64) * row_words + line[None, :])
+    SCALES: tl.constexpr = AHEAD // 4 * PER // RUN
+    which = (column + tl.arange(0, SCALES if SCALES > 0 else 1) * RUN) // GROUP
+    prefetch(scale + tl.minimum(which, groups - 1) * scale_row + output)
+
+
 @quick
 @triton.jit
-def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, group, per_split,
-           BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, RUN: tl.constexpr,
-           STRIPE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
-           ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """``RUN``: inputs of a block that lie in one group, whole stripes. ``per_split``: blocks of a program."""
+def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, per_split,
+           GROUP: tl.constexpr, BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr,
+           HAS_BIAS: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr, WORDS: tl.constexpr, EVEN_N: tl.constexpr,
+           EVEN_K: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
+           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+           EARLY: tl.constexpr = False):  # fmt: skip
+    """``RUN``: inputs of a block that lie in one group, whole stripes. ``WORDS``: of a stripe that are taken at a time.
+    ``per_split``: blocks of a program, each ``WORDS`` words of every row."""
     PER: tl.constexpr = 32 // BITS
     BLOCK: tl.constexpr = STRIPE * PER
     STRIPES: tl.constexpr = RUN // STRIPE
@@ -132,20 +174,26 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = lines < m
-    along = tl.arange(0, STRIPE)
+    along = tl.arange(0, WORDS)
     first = tl.program_id(1) * per_split
-    last = tl.minimum(first + per_split, row_words // STRIPE)
+    last = tl.minimum(first + per_split, row_words // WORDS)
     held_at = words + rows[:, None].to(tl.int64) * row_words + along[None, :]
     x_at = x + lines[None, :].to(tl.int64) * k + along[:, None]
+    if EARLY and AHEAD:
+        _fetch_ahead(words, scale, tl.minimum(rows, n - 1), tl.program_id(0) * BLOCK_N, first * WORDS, row_words,
+                     scale_row, groups, first // (STRIPE // WORDS) * BLOCK, GROUP, RUN, PER, AHEAD)  # fmt: skip
+    wait(EARLY)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
+    for part_of_block in tl.range(first, last, num_stages=STAGES):
         if EVEN_N:
-            held = tl.load(held_at + block * STRIPE)
+            held = tl.load(held_at + part_of_block * WORDS)
         else:
-            held = tl.load(held_at + block * STRIPE, (rows < n)[:, None], other=0)
+            held = tl.load(held_at + part_of_block * WORDS, (rows < n)[:, None], other=0)
+        block = part_of_block // (STRIPE // WORDS)
+        column = block * BLOCK + part_of_block % (STRIPE // WORDS) * WORDS
         for g in tl.static_range(BLOCK // RUN):
-            which = tl.minimum((block * BLOCK + g * RUN) // group, groups - 1)
-            s = tl.load(scale + which * scale_row + rows, rows < n, other=0.0).to(tl.float32)
+            which = tl.minimum((block * BLOCK + g * RUN) // GROUP, groups - 1)
+            s = _scales(scale, which * scale_row + rows, rows, rows < n, PAIRS)
             center = CENTER
             if HAS_ZERO:
                 center = tl.load(zero + which * scale_row + rows, rows < n, other=0).to(tl.float32)[:, None]
@@ -153,8 +201,8 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
             for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
                 inside = there[None, :]
                 if not EVEN_K:
-                    inside = inside & (block * BLOCK + i * STRIPE + along < k)[:, None]
-                a = tl.load(x_at + block * BLOCK + i * STRIPE, inside, other=0.0)
+                    inside = inside & (column + i * STRIPE + along < k)[:, None]
+                a = tl.load(x_at + column + i * STRIPE, inside, other=0.0)
                 w = _centered(held, center, i, BITS, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
                 part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
             total += part * s[:, None]
@@ -168,6 +216,70 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
         _add_parts(parts, arrived, y, total, base, to, inside, m, n)
     else:
         tl.store(y + to, (total + base).to(y.dtype.element_ty), inside)
+
+
+@quick
+@triton.jit
+def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, BITS: tl.constexpr,
+         CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+         STRIPE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr,
+         ONE: tl.constexpr, PAIRS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+         WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
+    """Few rows: a program has all inputs of its outputs, its warps take every ``WARPS``-th block of them, and add their
+    sums at the end. ``ONE``: there is one row, in all columns of the products."""
+    PER: tl.constexpr = 32 // BITS
+    BLOCK: tl.constexpr = STRIPE * PER
+    STRIPES: tl.constexpr = RUN // STRIPE
+    dtype: tl.constexpr = x.dtype.element_ty if ASSEMBLY else tl.float32
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lines = tl.arange(0, BLOCK_M)
+    there = lines < m
+    warp, along = tl.arange(0, WARPS), tl.arange(0, STRIPE)
+    beside = warp[:, None] * BLOCK + along[None, :]
+    held_at = words + rows.to(tl.int64)[None, :, None] * row_words
+    held_at += (warp[:, None] * STRIPE + along[None, :])[:, None, :]
+    row_at = x + beside
+    x_at = row_at[:, :, None] + lines.to(tl.int64)[None, None, :] * k
+    if EARLY and AHEAD:
+        _fetch_ahead(words, scale, tl.minimum(rows, n - 1), tl.program_id(0) * BLOCK_N, 0, row_words, scale_row, groups,
+                     0, GROUP, RUN, PER, AHEAD)  # fmt: skip
+    wait(EARLY)
+    total = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+    for block in tl.range(0, row_words // STRIPE, WARPS, num_stages=STAGES):
+        if EVEN_N and EVEN_BLOCKS:
+            held = tl.load(held_at + block * STRIPE)
+        else:
+            mine = (block + warp < row_words // STRIPE)[:, None, None] & (rows < n)[None, :, None]
+            held = tl.load(held_at + block * STRIPE, mine, other=0)
+        for g in tl.static_range(BLOCK // RUN):
+            which = tl.minimum(((block + warp) * BLOCK + g * RUN) // GROUP, groups - 1)
+            at = which[:, None] * scale_row + rows[None, :]
+            s = _scales(scale, at, rows[None, :], (rows < n)[None, :], PAIRS)
+            center = CENTER
+            if HAS_ZERO:
+                center = tl.load(zero + at, (rows < n)[None, :], other=0).to(tl.float32)[:, :, None]
+            part = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+            for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
+                column = block * BLOCK + i * STRIPE
+                inside = beside < k - column
+                if ONE:
+                    if EVEN_BLOCKS and EVEN_K:
+                        row = tl.load(row_at + column)
+                    else:
+                        row = tl.load(row_at + column, inside, other=0.0)
+                    a = tl.broadcast_to(row[:, :, None], [WARPS, STRIPE, BLOCK_M])
+                elif EVEN_BLOCKS and EVEN_K:
+                    a = tl.load(x_at + column, there[None, None, :], other=0.0)
+                else:
+                    a = tl.load(x_at + column, inside[:, :, None] & there[None, None, :], other=0.0)
+                w = _centered(held, center, i, BITS, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
+                part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
+            total += part * s[:, :, None]
+    whole = tl.sum(total, 0)
+    if HAS_BIAS:
+        whole += tl.load(bias + rows, rows < n, other=0.0).to(tl.float32)[:, None]
+    to = lines[None, :].to(tl.int64) * n + rows[:, None]
+    tl.store(y + to, whole.to(y.dtype.element_ty), (rows < n)[:, None] & there[None, :])
 
 
 @triton.jit
@@ -256,21 +368,37 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         dense = expanded(words, scale, zero, k, bits, center, group, stripe, x.dtype)
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
     x = x.contiguous()
-    how = next(each for each in LAUNCHES[stripe] if m <= each.rows)
+    pairs = scale.dtype == torch.float16 and (scale.stride(0) | n) % 2 == 0 and scale.data_ptr() % 4 == 0
+    if m <= FEW_ROWS and n <= FEW_MOST:
+        y = torch.empty(m, n, dtype=dtype, device=x.device)
+        one = m == 1 and stripe >= 64  # a thread of a warp loads two inputs at least: copies are of 32 bits or more
+        _few[blocks(n, FEW_OUTPUTS),](
+            x, words, scale, words if zero is None else zero, y if bias is None else bias, y, m, n, k, row_words,
+            scale.stride(0), len(scale), bits, float(center), zero is not None, bias is not None, group,
+            _run(k, group, bits, stripe), stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0,
+            k * bits == 32 * row_words, one, pairs, isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS,
+            FEW_STAGES[bits], AHEAD, num_warps=FEW_WARPS,
+        )  # fmt: skip
+        return y
+    how = next(each for each in (BYTES if (bits, stripe) == (8, 64) else LAUNCHES[stripe]) if m <= each.rows)
     if stripe * 32 // bits >= 512 and capability() != 90:
         # Ampere's registers would not do, and Triton 3.7 makes a kernel of nothing for Blackwell.
         how = how._replace(block_m=min(how.block_m, 16 if bits == 2 else 32))
-    blocks, tiles = row_words // stripe, (triton.cdiv(n, how.block_n), triton.cdiv(m, how.block_m))
+    words_of = min(stripe, how.words)
+    tiles = blocks(n, how.block_n), blocks(m, how.block_m)
+    steps = row_words // words_of
     wanted = round(how.programs * processors(x.device) / (tiles[0] * tiles[1]))
-    per_split = triton.cdiv(blocks, max(1, min(blocks, wanted)))
-    splits = triton.cdiv(blocks, per_split)
+    per_split = blocks(steps, max(1, min(steps, wanted)))
+    splits = blocks(steps, per_split)
     assert splits == 1 or arrived.numel() >= tiles[0] * tiles[1]
     y = torch.empty(m, n, dtype=dtype, device=x.device)
     parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else y
     _tiles[tiles[0], splits, tiles[1]](
         x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
-        row_words, scale.stride(0), len(scale), group, per_split, bits, float(center), zero is not None,
-        bias is not None, _run(k, group, bits, stripe), stripe, n % how.block_n == 0, k * bits == 32 * row_words,
-        splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages, num_warps=how.warps,
+        row_words, scale.stride(0), len(scale), per_split, group, bits, float(center), zero is not None,
+        bias is not None, _run(k, group, bits, stripe), stripe, words_of, n % how.block_n == 0,
+        k * bits == 32 * row_words, pairs, splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages,
+        AHEAD,
+        num_warps=how.warps,
     )  # fmt: skip
     return y

@@ -3,8 +3,9 @@ arXiv:2309.06180; keys split over programs and merged as in flash decoding).
 
 The pool holds keys and values as [G, slots, D], plain or as codes (:mod:`ridgeline.nn.quant.quantized_kv`); a
 sequence's table names its blocks of slots. Query heads that share a key head, of all new tokens of a sequence, are rows
-of one product on tensor cores: single tokens, drafts and chunks of prompts run in the same kernel. Few rows are split
-over programs by each sequence's own length. Scores and sums are fp32. Imported only where Triton is installed.
+of one product on tensor cores: single tokens, drafts and chunks of prompts run in the same kernel, few rows over codes
+in one of their own (:mod:`.paged_decode`). Few rows are split over programs by each sequence's own length. Scores and
+sums are fp32. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -19,7 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
-from ridgeline.nn.kernels.quick import blocks, power, quick
+from ridgeline.nn.kernels.early import prefetch, wait
+from ridgeline.nn.kernels.paged_decode import EACH, ROWS, STAGES, WARPS, _attend_few, own_keys
+from ridgeline.nn.kernels.quick import Quick, blocks, power, quick
 from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.memory.step_pages import Pages
 from ridgeline.nn.model.attention import ScoreChanges
@@ -27,8 +30,10 @@ from ridgeline.nn.quant.quantized_kv import ByteCodes, Codes, NibbleCodes
 
 TILE = 64
 """Keys of one step of a program."""
-LEAST = 4
-"""Tiles of keys of a part at least."""
+LEAST = 64
+"""Keys of a part at least."""
+PROMPT_STAGES = 5
+"""By which the next tile is on its way while one is multiplied: blocks are asked for another tile ahead."""
 _KINDS = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3, "native fp8": 4}
 
 
@@ -101,19 +106,91 @@ def _half_values(weights, out, rest, codes, scale, least, slot, wide, there, ins
         return tl.dot(scaled, values, out, input_precision="ieee"), rest
 
 
+@triton.jit
+def _tile(low, high, sums_low, sums_high, peak, total, out_low, out_high, rest_low, rest_high, k, k_scale, k_least, v,
+          v_scale, v_least, table, at, end, position, oldest, length, slope, scale, cap, MASKED: tl.constexpr,
+          WINDOWED: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
+          BLOCK: tl.constexpr, STORED: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Add the keys from ``at`` on to what is known of a program's rows: the largest score, in units of the exponential
+    of 2, sums of weights and of values, of the latter of both halves with a rest where they are nibbles."""
+    n, wide = at + tl.arange(0, TILE), tl.arange(0, PADDED)
+    there = n < end if MASKED else tl.full([TILE], True, tl.int1)  # which costs nothing
+    inside = wide < STORED if PADDED > STORED else tl.full([PADDED], True, tl.int1)
+    block = tl.load(table + n // BLOCK, there, other=0)
+    slot = block.to(tl.int64) * BLOCK + n % BLOCK
+    spot = slot[:, None] * STORED + wide[None, :]
+    held = there[:, None] & inside[None, :]
+    if KIND == 2:
+        codes = tl.load(k + spot, held, other=0)
+        scores = _half_scores(low, sums_low, codes, k_scale, k_least, slot, wide, there, inside, 0, STORED, GROUP)
+        scores += _half_scores(high, sums_high, codes, k_scale, k_least, slot, wide, there, inside, 1, STORED, GROUP)
+    else:
+        keys = _loaded(k + spot, held, KIND, low.dtype)
+        scores = tl.dot(low, tl.trans(keys), input_precision="ieee")
+        if KIND == 1:
+            scores *= tl.load(k_scale + slot, there, other=0.0).to(tl.float32)[None, :]
+    scores, unit = _changed(scores, n[None, :], length, slope, scale, cap, CAPPED, SLOPES)
+    if MASKED:
+        visible = (n[None, :] <= position[:, None]) & there[None, :]
+        if WINDOWED:
+            visible = visible & (n[None, :] >= oldest[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1) * unit)
+    top = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher  # of a row that has not seen any key
+    shrink = tl.exp2(peak - top)
+    weights = tl.exp2(scores * unit - top[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    out_low = out_low * shrink[:, None]
+    if KIND == 2:
+        codes = tl.load(v + spot, held, other=0)
+        out_low, rest_low = _half_values(weights, out_low, rest_low * shrink, codes, v_scale, v_least, slot, wide,
+                                         there, inside, 0, STORED, GROUP, low.dtype)  # fmt: skip
+        out_high, rest_high = _half_values(weights, out_high * shrink[:, None], rest_high * shrink, codes, v_scale,
+                                           v_least, slot, wide, there, inside, 1, STORED, GROUP, low.dtype)  # fmt: skip
+    else:
+        values = _loaded(v + spot, held, KIND, low.dtype)
+        if KIND == 1:
+            weights *= tl.load(v_scale + slot, there, other=0.0).to(tl.float32)[None, :]
+        out_low = tl.dot(weights.to(low.dtype), values, out_low, input_precision="ieee")
+    return higher, total, out_low, out_high, rest_low, rest_high
+
+
+@triton.jit
+def _changed(scores, n, length, slope, scale, cap, CAPPED: tl.constexpr, SLOPES: tl.constexpr):
+    """Scores with what a model does to them, and by what they are to be multiplied yet."""
+    if CAPPED or SLOPES:
+        scores *= scale
+        if CAPPED:
+            turned = tl.exp(-2.0 * tl.abs(scores) / cap)
+            size = cap * (1.0 - turned) / (1.0 + turned)
+            scores = tl.where(scores < 0, -size, size)
+        if SLOPES:
+            scores += slope[:, None] * (n + 1 - length).to(tl.float32)
+        return scores, 1.4426950408889634
+    else:
+        return scores, scale * 1.4426950408889634
+
+
 @quick
 @triton.jit
 def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, table, lengths, starts, slopes, sinks,
             slots, blocks, groups, repeat, q_row, q_head, window, splits, scale, cap, KIND: tl.constexpr,
-            GROUP: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
-            SINKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, PADDED: tl.constexpr,
-            ROWS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+            GROUP: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
+            SLOPES: tl.constexpr, SINKS: tl.constexpr, PROMPTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+            STORED: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+            LEAST: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     """``ROWS`` rows of one sequence and one key head over one part of the keys that they see.
 
     ``STORED``: numbers in a stored row, half of a head's where two 4-bit codes share a byte; these are multiplied half
     by half.
     """
     g, s = tl.program_id(1), tl.program_id(2)
+    if EARLY:  # which the weights of a layer have pushed out of the cache since the layer before
+        prefetch(work + tl.program_id(0) * 2)
+        prefetch(lengths)
+        prefetch(starts)
+        prefetch(table)
+    wait(EARLY)
     b = tl.load(work + tl.program_id(0) * 2)
     first_row = tl.load(work + tl.program_id(0) * 2 + 1)
     length, start = tl.load(lengths + b), tl.load(starts + b)
@@ -136,6 +213,7 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
     end = tl.minimum(begin + part, seen)
     place = q + (start + query).to(tl.int64)[:, None] * q_row + head[:, None] * q_head + wide[None, :]
     low = tl.load(place, both, other=0.0)
+    high, sums_low, sums_high, out_high, rest_low, rest_high, slope = low, low, low, low, low, low, low  # if not used
     if KIND == 2:
         high = tl.load(place + STORED, both, other=0.0)
         sums_low, sums_high = tl.sum(low.to(tl.float32), 1), tl.sum(high.to(tl.float32), 1)
@@ -163,52 +241,22 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
         k_least += base * (WIDTH // GROUP)
         v_scale += base * (WIDTH // GROUP)
         v_least += base * (WIDTH // GROUP)
-    for at in range(begin, end, TILE):
-        n = at + tl.arange(0, TILE)
-        there = n < end
-        block = tl.load(table + b * blocks + n // BLOCK, there, other=0)
-        slot = block.to(tl.int64) * BLOCK + n % BLOCK
-        spot = slot[:, None] * STORED + wide[None, :]
-        held = there[:, None] & inside[None, :]
-        if KIND == 2:
-            codes = tl.load(k + spot, held, other=0)
-            scores = _half_scores(low, sums_low, codes, k_scale, k_least, slot, wide, there, inside, 0, STORED, GROUP)
-            scores += _half_scores(
-                high, sums_high, codes, k_scale, k_least, slot, wide, there, inside, 1, STORED, GROUP
-            )
-            scores *= scale
-        else:
-            keys = _loaded(k + spot, held, KIND, low.dtype)
-            scores = tl.dot(low, tl.trans(keys), input_precision="ieee") * scale
-            if KIND == 1:
-                scores *= tl.load(k_scale + slot, there, other=0.0).to(tl.float32)[None, :]
-        if CAPPED:
-            turned = tl.exp(-2.0 * tl.abs(scores) / cap)
-            size = cap * (1.0 - turned) / (1.0 + turned)
-            scores = tl.where(scores < 0, -size, size)
-        if SLOPES:
-            scores += slope[:, None] * (n + 1 - length)[None, :].to(tl.float32)
-        visible = (n[None, :] <= position[:, None]) & (n[None, :] >= oldest[:, None]) & there[None, :]
-        scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        top = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has not seen any key
-        shrink = tl.exp2(peak - top)
-        weights = tl.exp2(scores - top[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        out_low = out_low * shrink[:, None]
-        if KIND == 2:
-            codes = tl.load(v + spot, held, other=0)
-            out_low, rest_low = _half_values(weights, out_low, rest_low * shrink, codes, v_scale, v_least, slot, wide,
-                                             there, inside, 0, STORED, GROUP, low.dtype)  # fmt: skip
-            out_high = out_high * shrink[:, None]
-            out_high, rest_high = _half_values(weights, out_high, rest_high * shrink, codes, v_scale, v_least, slot,
-                                               wide, there, inside, 1, STORED, GROUP, low.dtype)  # fmt: skip
-        else:
-            values = _loaded(v + spot, held, KIND, low.dtype)
-            if KIND == 1:
-                weights *= tl.load(v_scale + slot, there, other=0.0).to(tl.float32)[None, :]
-            out_low = tl.dot(weights.to(low.dtype), values, out_low, input_precision="ieee")
-        peak = higher
+    # Keys that all rows see need no mask, but for the last tiles of prompts and all of windows.
+    masked = begin
+    if PROMPTS and not WINDOWED:
+        masked = tl.maximum(begin, tl.minimum(end, length - count + first_row // repeat + 1) // TILE * TILE)
+        for at in range(begin, masked, TILE):
+            peak, total, out_low, out_high, rest_low, rest_high = _tile(
+                low, high, sums_low, sums_high, peak, total, out_low, out_high, rest_low, rest_high, k, k_scale,
+                k_least, v, v_scale, v_least, table + b * blocks, at, end, position, oldest, length, slope, scale, cap,
+                False, WINDOWED, KIND, GROUP, CAPPED, SLOPES, BLOCK, STORED, PADDED, TILE,
+            )  # fmt: skip
+    for at in range(masked, end, TILE):
+        peak, total, out_low, out_high, rest_low, rest_high = _tile(
+            low, high, sums_low, sums_high, peak, total, out_low, out_high, rest_low, rest_high, k, k_scale, k_least,
+            v, v_scale, v_least, table + b * blocks, at, end, position, oldest, length, slope, scale, cap,
+            True, WINDOWED, KIND, GROUP, CAPPED, SLOPES, BLOCK, STORED, PADDED, TILE,
+        )  # fmt: skip
     if KIND == 2:
         out_low += rest_low[:, None]
         out_high += rest_high[:, None]
@@ -232,8 +280,9 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
 @quick
 @triton.jit
 def _merge(acc, stats, out, work, starts, repeat, groups, splits, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-           SPLITS: tl.constexpr):  # fmt: skip
+           SPLITS: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     """Merge one row's parts, weighted by their fractions of the whole softmax sum."""
+    wait(EARLY)
     b = tl.load(work + tl.program_id(0) * 2)
     row = tl.load(work + tl.program_id(0) * 2 + 1) + tl.program_id(2)
     start = tl.load(starts + b)
@@ -289,25 +338,41 @@ def paged_attention(
     group = keys.group if isinstance(keys, NibbleCodes) else width
     for work in given.work:
         count = len(work.items)
+        own = work.split and own_keys(work.used, kind, stored, width, group, slots)  # of each warp
+        small = not work.split and width > (128 if capability() >= 90 and kind != "int4" else 64)
+        tile = WARPS * EACH[kind] if own else TILE // 2 if q.dtype == torch.float32 or small else TILE
         longest = given.table.shape[1] * given.block
-        splits = min(blocks(longest, LEAST * TILE), 2 * processors(q.device) // (count * groups))
+        least = max(1, LEAST // tile)
+        splits = min(blocks(longest, least * tile), 2 * processors(q.device) // (count * groups))
         splits = max(1, splits) if work.split else 1
         acc, stats = (
             torch.empty((len(q), heads, splits, n) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
             for n in (width, 2)
         )
-        small = not work.split and width > (128 if capability() >= 90 and kind != "int4" else 64)
-        tile = TILE // 2 if q.dtype == torch.float32 or small else TILE
-        _attend[count, groups, splits](
-            q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work.items, given.table, given.lengths,
-            given.starts, slopes, sinks, slots, given.table.shape[1], groups, repeat, q.stride(0), q.stride(1),
-            abs(window) or 2**30, splits, width**-0.5 * (256.0 if kind == "fp8" else 1.0), changes.soft_cap or 1.0,
-            KIND=_KINDS[kind], GROUP=group, CHUNKED=window < 0, CAPPED=changes.soft_cap is not None,
-            SLOPES=changes.slopes is not None,
-            SINKS=changes.sinks is not None, SPLIT=splits > 1, BLOCK=given.block, STORED=stored, PADDED=padded,
-            ROWS=work.rows, TILE=tile, LEAST=LEAST, num_warps=4 if work.rows < 64 else 8,
-            num_stages=3 if work.split else 2,
+        scaled = [k_scale, k_least, v_scale, v_least]
+        if own:
+            scaled = [t.view(-1).view(torch.int32) if t.dtype == torch.float16 and t is not out else t for t in scaled]
+        operands = (
+            q, k, *scaled[:2], v, *scaled[2:], out, acc, stats, work.items, given.table, given.lengths, given.starts,
+            slopes, sinks, slots, given.table.shape[1], groups, repeat, q.stride(0), q.stride(1), abs(window) or 2**30,
+            splits, width**-0.5 * (256.0 if kind == "fp8" else 1.0), changes.soft_cap or 1.0,
         )  # fmt: skip
+        settings = {
+            "KIND": _KINDS[kind], "WINDOWED": window != 0, "CHUNKED": window < 0,
+            "CAPPED": changes.soft_cap is not None, "SLOPES": changes.slopes is not None,
+            "SINKS": changes.sinks is not None, "SPLIT": splits > 1, "BLOCK": given.block, "STORED": stored,
+            "ROWS": ROWS if own else work.rows, "LEAST": least,
+        }  # fmt: skip
+        if own:
+            _attend_few[count, groups, splits](
+                *operands, **settings, EACH=EACH[kind], WARPS=WARPS, STAGES=STAGES,
+                ASSEMBLY=isinstance(_attend_few, Quick), num_warps=WARPS,
+            )  # fmt: skip
+        else:
+            _attend[count, groups, splits](
+                *operands, **settings, GROUP=group, PROMPTS=not work.split, PADDED=padded, TILE=tile,
+                num_warps=4 if work.rows < 64 else 8, num_stages=3 if work.split else PROMPT_STAGES,
+            )  # fmt: skip
         if splits > 1:
             _merge[count, groups, work.used](
                 acc, stats, out, work.items, given.starts, repeat, groups, splits, WIDTH=width,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.nn.kernels.early import FEW, prefetch, wait
 from ridgeline.nn.kernels.quick import blocks, power, quick
 from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.model.rotary import Rope
@@ -111,11 +112,20 @@ def _one(x, codes, scale, least, spot, cosine, sine, TURNED: tl.constexpr, STORE
 @triton.jit
 def _write(k, v, q, cosine, sine, slots, k_codes, k_scale, k_least, v_codes, v_scale, v_least, pool, groups, heads,
            k_head, k_row, v_head, v_row, q_head, q_row, TURNED: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-           STORED: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+           STORED: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr,
+           EARLY: tl.constexpr = False):  # fmt: skip
     """A program for each token and each head of keys and values, and for some heads of queries."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cosine += row * TURNED
     sine += row * TURNED
+    if EARLY and tl.num_programs(0) <= FEW:
+        prefetch(slots + row)
+        if TURNED > 0:
+            prefetch(cosine)
+            prefetch(cosine + TURNED // 2)
+            prefetch(sine)
+            prefetch(sine + TURNED // 2)
+    wait(EARLY)
     if part < groups:
         spot = part.to(tl.int64) * pool + tl.load(slots + row)
         _one(k + part * k_head + row * k_row, k_codes, k_scale, k_least, spot, cosine, sine, TURNED, STORED, PADDED,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ridgeline.nn.kernels.dispatch import has_triton
+from ridgeline.nn.kernels.dispatch import has_triton, note_library
 from ridgeline.nn.kernels.peaks import GatedGradient, Wish
 
 LARGE, MANY = 1 << 20, 1 << 26
@@ -119,11 +119,23 @@ class Linear(nn.Linear):
 
 def served_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` of a served model: x [..., k], weight [n, k] → [..., n]."""
-    if torch.compiler.is_compiling() or not _is_row(x, weight, bias):
+    if torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    if not _is_row(x, weight, bias):
+        note_library()
         return F.linear(x, weight, bias)
     from ridgeline.nn.kernels.gemv import product_of_row
 
     return product_of_row(x, weight, bias)
+
+
+def served_gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """SwiGLU of :func:`served_linear`, weight [2 · f, k] → [..., f], in one launch; None: not of this many rows."""
+    if torch.compiler.is_compiling() or not _is_row(x, weight, bias):
+        return None
+    from ridgeline.nn.kernels.gemv import product_of_row
+
+    return product_of_row(x, weight, bias, gated=True)
 
 
 def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -93,6 +93,9 @@ class FP8(Technique):
         device = e.cluster.device
         self.needs(device.kind != "gpu" or "fp8" in device.peak_flops, f"{device.name} has no fp8 arithmetic",
                    "use a device of the Hopper, Ada or later generations, or drop fp8")  # fmt: skip
+        self.needs(self.gathered == "values" or has(e, "shards") or has(e, "sequence_parts"),
+                   "gathered=codes says what is gathered of shards, and nothing here is divided",
+                   "add zero:stage=3, or drop gathered")  # fmt: skip
         if self.gradients:
             refuse(self, e, "shards", "gradients=true sums whole buckets, but {other} scatters them as it sums",
                    "use data_parallel instead of {other}, or gradients=false")  # fmt: skip
