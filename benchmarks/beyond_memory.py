@@ -5,7 +5,8 @@
 Parts:
     tiers   the same model with its weights on the device, in host memory and on disk, with and without prefetch, over
             the batch: tokens/s measured and predicted (run ``ridgeline probe`` first), and the share of a step that the
-            slower of transfers and computation would take alone
+            slower of transfers and computation would take alone. The disk's rate is that of the same minute
+    large   some of these with a model three times as large
     flexgen the policy that is settled for a batch against others drawn at random and against ZeRO-Inference with the
             largest batch that fits, all within the same device and host memory: measured and predicted
     parts   flexgen with the weights on the device and the cache in host memory, in 2 to 32 parts: a step and the
@@ -40,7 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,15 @@ from ridgeline.measure.probing.disk import file_rate
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.checkpoint.formats.gguf import write_gguf
 from ridgeline.nn.memory.block_store import Restoring
+from ridgeline.nn.memory.layer_stream import OpenFile, aligned
 from ridgeline.nn.memory.meter import Meter, process_memory
+from ridgeline.nn.memory.tiered_store import PAGE
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.predict import predict
 from ridgeline.serve.build_engine import load_engine
 from ridgeline.serve.request import EngineRequest, Sampling
-from ridgeline.spec.device import Cluster, Host
+from ridgeline.spec.device import Cluster, Host, Link
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import GEMM_ROWS
 from ridgeline.spec.model import ModelSpec
@@ -74,6 +77,8 @@ LARGE = MODEL.changed(name="beyond-large", hidden_size=2048, num_layers=12, num_
                       intermediate_size=5632)  # fmt: skip
 WIDE = catalog.model("opt-1.3b").changed(name="beyond-opt", vocab_size=2048, num_layers=6, max_positions=256)
 BATCHES = (1, 8, 32, 128)
+_REQUEST = 48 << 20
+"""Bytes of a read, as of a layer."""
 SHARED, OWN = 4096, 64
 """Tokens of the shared prefix, and of each prompt's own end."""
 PLANS = {
@@ -86,6 +91,8 @@ PLANS = {
     "disk, by modules": ["zero_inference:parameters=nvme,fetch=modules,prefetch=1"],
     "disk, by modules, half a layer": ["zero_inference:parameters=nvme,fetch=modules,prefetch=0.5"],
 }
+FEWER = ("device", "host", "disk", "disk, no prefetch", "disk, by modules, half a layer")
+"""Those of the large model."""
 
 
 def experiment(checkpoint: str, plan: list[str], batch: int, cluster: Cluster | None = None) -> Experiment:
@@ -105,51 +112,69 @@ def model_of(e: Experiment) -> Any:
     return build_generation(e, torch.device("cpu"), techniques).model
 
 
-def tiers(checkpoint: str, rounds: int) -> dict[str, Any]:
-    """Tokens/s by tier and batch, measured in turns and predicted."""
-    file = max(Path(checkpoint).glob("*.safetensors"), key=lambda f: f.stat().st_size)
-    disk = file_rate(file)
-    links = [disk]
+def whole_rate(checkpoint: str) -> Link:
+    """The disk with the rate at which all of the checkpoint is read once, as much as a step reads: a disk that is
+    throttled gives a short probe more, or less, than that."""
+    files = sorted(Path(checkpoint).glob("*.safetensors"))
+    into = aligned(_REQUEST).zero_()  # memory that is new takes longer
+    start = time.perf_counter()
+    for file in map(OpenFile.of, files):
+        size = file.path.stat().st_size
+        for at in range(0, size, _REQUEST):
+            file.read(memoryview(into.numpy())[: -(-(size - at) // PAGE) * PAGE], at, min(_REQUEST, size - at))
+    rate = sum(f.stat().st_size for f in files) / (time.perf_counter() - start)
+    return file_rate(files[0]).model_copy(update={"bandwidth": rate})
+
+
+def tiers(checkpoint: str, rounds: int, plans: Sequence[str], batches: Sequence[int]) -> dict[str, Any]:
+    """Tokens/s by tier and batch, measured in turns and predicted; before and after each is measured, the disk is."""
+    links: dict[tuple[int, str], list[Link]] = {}
     steps: dict[tuple[int, str], list[float]] = {}
     held: dict[str, int] = {}
     for _ in range(rounds):
-        for name, plan in PLANS.items():
-            model = model_of(experiment(checkpoint, plan, 1))
-            for batch in BATCHES:
+        for name in plans:
+            model = model_of(experiment(checkpoint, PLANS[name], 1))
+            for batch in batches:
+                before = whole_rate(checkpoint)
                 with torch.inference_mode():
                     timed_generation(model, prompt(batch), 2)
                     steps.setdefault((batch, name), []).extend(timed_generation(model, prompt(batch), OUTPUT)[1:])
+                links.setdefault((batch, name), []).extend((before, whole_rate(checkpoint)))
             meter = Meter(model)
             meter.register(model.parameters(), "parameters")
             with meter, torch.inference_mode():
                 timed_generation(model, prompt(1), 2)
             held[name] = meter.peak.categories["parameters"]
-        links.append(file_rate(file))
-    disk = sorted(links, key=lambda link: link.bandwidth)[len(links) // 2]
+            del model, meter
     local = catalog.cluster("local")
-    cluster = local.model_copy(update={"device": local.device.model_copy(update={"disk": disk})})
+    layers = sum(p.stored_bytes * n for p, n in decode_graph(experiment(checkpoint, [], 1)).params)
+    m = catalog.model(checkpoint)
+    layers -= 2 * m.vocab_size * m.hidden_size * 4
     rows: list[dict[str, Any]] = []
     for (batch, name), seconds in steps.items():
-        step = statistics.median(seconds)
-        found = predict(experiment(checkpoint, PLANS[name], batch, cluster))
-        rows.append({"batch": batch, "weights": name, "tokens_per_s": batch / step, "step_s": step,
-                     "spread": statistics.pstdev(seconds) / step,
-                     "predicted_tokens_per_s": batch / found.metrics["tpot_s"].value,
-                     "device_weights_bytes": held[name]})  # fmt: skip
-    layers = sum(p.stored_bytes * n for p, n in decode_graph(experiment(checkpoint, [], 1)).params)
-    layers -= 2 * MODEL.vocab_size * MODEL.hidden_size * 4
-    for row in rows:
-        alone = next(r["step_s"] for r in rows if r["batch"] == row["batch"] and r["weights"] == "device")
-        if row["weights"].startswith("disk"):
-            row["share_of_slower"] = max(alone, layers / disk.bandwidth) / row["step_s"]
-    return {"disk_bytes_per_s": disk.bandwidth, "layers_bytes": layers, "rows": rows}
+        step, found = statistics.median(seconds), sorted(links[batch, name], key=lambda link: link.bandwidth)
+        rate = statistics.median(link.bandwidth for link in found)
+        disk = found[0].model_copy(
+            update={"bandwidth": rate, "latency": statistics.median(link.latency for link in found)}
+        )
+        cluster = local.model_copy(update={"device": local.device.model_copy(update={"disk": disk})})
+        predicted = predict(experiment(checkpoint, PLANS[name], batch, cluster)).metrics["tpot_s"].value
+        row = {"batch": batch, "weights": name, "tokens_per_s": batch / step, "step_s": step,
+               "spread": statistics.pstdev(seconds) / step, "predicted_tokens_per_s": batch / predicted,
+               "device_weights_bytes": held[name]}  # fmt: skip
+        if name.startswith("disk"):
+            row["disk_bytes_per_s"] = [found[0].bandwidth, rate, found[-1].bandwidth]
+            row["share_of_slower"] = max(statistics.median(steps[batch, "device"]), layers / rate) / step
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    return {"layers_bytes": layers, "rows": rows}
 
 
 def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     """Policies within a device of a quarter, and a host of half, of the weights."""
     size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
     local = catalog.cluster("local")
-    disk = file_rate(max(Path(checkpoint).glob("*.safetensors"), key=lambda f: f.stat().st_size))
+    disk = whole_rate(checkpoint)
     host = Host(name="half", cores=os.cpu_count() or 1, memory_bytes=size / 2,
                 memory_bandwidth=local.device.memory_bandwidth)  # fmt: skip
     device = local.device.model_copy(update={"memory_bytes": size / 4, "host": host, "disk": disk})
@@ -157,11 +182,13 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     batch = 128
     draw = random.Random(0)
     plans = {"flexgen": (["flash_attention", "flexgen"], batch)}
-    for i in range(20):
-        wh = draw.randint(0, 40)
-        shares = f"weights_device=0,weights_host={wh},cache_device=0,cache_host={draw.randint(0, 45 - wh)}"
-        n = draw.choice((4, 8, 16, 32))
-        plans[f"random {i}"] = (["flash_attention", f"flexgen:batches={n},{shares}"], batch)
+    while len(plans) < 21:
+        wd, wh, ad = draw.randint(0, 12), draw.randint(0, 40), draw.randint(0, 100)
+        shares = (f"weights_device={wd},weights_host={wh},cache_device=0,cache_host={draw.randint(0, 45 - wh)},"
+                  f"activations_device={ad},activations_host={draw.randint(0, 100 - ad)}")  # fmt: skip
+        plan = ["flash_attention", f"flexgen:batches={draw.choice((2, 4, 8, 16, 32))},{shares}"]
+        if predict(experiment(checkpoint, plan, batch, cluster)).status == "ok":
+            plans[f"random {len(plans)}"] = (plan, batch)
     for b in (128, 64, 32, 16, 8, 4, 2, 1):
         plan = ["flash_attention", "zero_inference:parameters=nvme"]
         if predict(experiment(checkpoint, plan, b, cluster)).status == "ok":
@@ -171,8 +198,6 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     for name, (plan, b) in plans.items():
         e = experiment(checkpoint, plan, b, cluster)
         found = predict(e)
-        if found.status != "ok":
-            continue
         model = model_of(e)
         with torch.inference_mode():
             timed_generation(model, prompt(b), 2)
@@ -343,7 +368,7 @@ def main() -> None:
     """Run the parts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="tiers,flexgen,parts,prefix,peers,many")
+    parser.add_argument("--only", default="tiers,flexgen,parts,prefix,large,peers,many")
     parser.add_argument("--llama-cpp", default="", help="Python that has llama-cpp-python")
     parser.add_argument("--deepspeed", default="", help="Python that has deepspeed and transformers")
     parser.add_argument("--flexgen", default="", help="Python that has FMInference's flexgen")
@@ -361,7 +386,7 @@ def main() -> None:
         out: dict[str, Any] = {"environment": fingerprint(), "models": models,
                                "prompt": PROMPT, "output": OUTPUT, "load_average": os.getloadavg()[0]}  # fmt: skip
         if "tiers" in args.only:
-            out["tiers"] = tiers(checkpoint, args.rounds)
+            out["tiers"] = tiers(checkpoint, args.rounds, list(PLANS), BATCHES)
         if "parts" in args.only:
             out["parts"] = parts(checkpoint)
         if "prefix" in args.only:
@@ -370,9 +395,11 @@ def main() -> None:
             out["prefix"] = prefix(long, args.rounds, str(Path(where) / "blocks"))
         if "flexgen" in args.only:
             out["flexgen"] = flexgen(checkpoint, args.rounds)
-        if "peers" in args.only:
+        if "large" in args.only or "peers" in args.only:
             shutil.rmtree(checkpoint)
             save_checkpoint(build(LARGE, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=5e8)
+        if "large" in args.only:
+            out["large"] = tiers(checkpoint, args.rounds, FEWER, BATCHES[::2])
         if "peers" in args.only:
             vocabulary(Path(checkpoint) / "tokenizer.json")  # without one, llama.cpp reads no file
             compress = [sys.executable, "-m", "ridgeline", "compress", checkpoint, "--with", "rtn:bits=8"]

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from beyond_memory import OUTPUT, PROMPT, WIDE, prompt
+from beyond_memory import OUTPUT, PROMPT, WIDE, prompt, whole_rate
 
 from ridgeline import catalog, experiments
-from ridgeline.measure.probing.disk import file_rate
 from ridgeline.predict import predict
 from ridgeline.spec.device import Host
 from ridgeline.spec.experiment import Experiment
@@ -128,8 +127,8 @@ def within(checkpoint: str, work: dict[str, Any], plan: list[str], room: float, 
     local = catalog.cluster("local")
     beside = Host(name="staging", cores=os.cpu_count() or 1, memory_bytes=max(1.0, host),
                   memory_bandwidth=local.device.memory_bandwidth)  # fmt: skip
-    disk = file_rate(next(Path(checkpoint).glob("*.safetensors")))
-    device = local.device.model_copy(update={"memory_bytes": room, "host": beside, "disk": disk})
+    changes = {"memory_bytes": room, "host": beside, "disk": whole_rate(checkpoint)}
+    device = local.device.model_copy(update=changes)
     w = {"kind": "generate", "checkpoint": checkpoint, **work}
     return experiments.make(checkpoint, local.model_copy(update={"device": device}), w, plan)
 

@@ -130,6 +130,14 @@ def test_measured_effects_are_read(effects, name):
         assert any(m["file"] in r.setting and r.says.endswith(m["says"]) for r in rows)
 
 
+def test_a_part_of_a_file_may_have_an_environment_of_its_own(effects):
+    data = effects._files["beyond_memory.json"]
+    of = [e.setting for e in effects._measured("kv_offload") if "beyond_memory.json" in e.setting]
+    assert data["prefix"]["environment"]["code"] != data["environment"]["code"]
+    assert of
+    assert all(data["prefix"]["environment"]["code"] in setting for setting in of)
+
+
 def test_a_prediction_on_a_page_is_the_prediction(effects):
     """With against without, beside the techniques that the row names."""
     (row,) = [e for e in effects.of("recompute") if e.source == "predicted"]

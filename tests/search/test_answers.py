@@ -4,6 +4,7 @@ import pytest
 
 from ridgeline import catalog, experiments
 from ridgeline.predict import predict
+from ridgeline.report.console import SearchBar
 from ridgeline.search import Question, search
 from ridgeline.search.answer_tables import write_plans
 
@@ -65,3 +66,14 @@ def test_the_least_memory_leaves_no_layer_on_the_device():
     assert best.experiment.plan.option("zero_inference", "resident") == 0
     layer = 2 * e.model.num_parameters / e.model.num_layers
     assert best.metrics["peak_bytes"] < 6 * layer
+
+
+def test_progress_counts_what_all_workers_have_done(capfd):
+    e = experiments.make("llama2-7b", "8xa100-80g-sxm", SMALL, [])
+    question, seen = Question(e.model, e.cluster, e.workload, "throughput", only=FEW), []
+    with SearchBar("planning") as bar:
+        search(question, 2, lambda done, of: (seen.append((done, of)), bar.at(done, of)))
+    done, of = seen[-1]
+    assert seen == sorted(seen)
+    assert done == of > 16
+    assert f"planning: {of} of {of}" in capfd.readouterr().err

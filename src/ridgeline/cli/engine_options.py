@@ -79,6 +79,7 @@ def make_engine(
     default, given = (*DEFAULT_PLAN, *more), with_ or []
     mixture = ModelSpec.from_path(checkpoint).num_experts > 0
     wanted = plan_of([item for item in given if not item.startswith("-")], "--with", mixture).strings()
+    _for_engines(wanted)
     off = [item[1:] for item in given if item.startswith("-")]
     for name in off:
         if name not in default:
@@ -102,6 +103,21 @@ def _kernels(given: list[str]) -> dict[str, str]:
     if len(asked) < len(given):
         raise UserError(f"--kernels {' '.join(given)} is not OPERATOR=BACKEND, each once", "write attention=flashinfer")
     return checked(asked)
+
+
+def _for_engines(plan: list[str]) -> None:
+    """Refuse techniques that the serving engine does not have, though ``generate`` is the name of their task."""
+    from ridgeline.spec.errors import Incompatible
+    from ridgeline.techniques.registry import registry
+
+    for name in (item.partition(":")[0] for item in plan):
+        tasks = registry()[name].card.tasks
+        if "serve" not in tasks:
+            where = ", ".join(sorted(tasks))
+            raise Incompatible(
+                f"{name} is not in the serving engine, which `generate` and `serve` use",
+                f"leave it out; it works in experiments of task {where}, which `ridgeline predict` and `bench` take",
+            )
 
 
 @dataclass(frozen=True)

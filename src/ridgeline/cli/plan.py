@@ -101,8 +101,8 @@ def plan(
 
         plan_automatically(question, method, out, workers, json)
         return
-    with console.StepBar(f"planning {e.model.name} on {cluster.label}", 0) as bar:
-        answer = search(question, workers, lambda at, of: bar.progress.update(bar.task, completed=at, total=of))
+    with console.SearchBar(f"planning {e.model.name} on {cluster.label}") as bar:
+        answer = search(question, workers, bar.at)
     reasons, miss, ways = why_not(answer), None, []
     if not answer.best:
         miss, ways = closest_miss(answer), relaxations(answer)

@@ -119,7 +119,8 @@ class Effects:
     def _measured(self, name: str) -> Iterator[Effect]:
         for m in self.data["measured"]:
             if m["technique"] == name:
-                yield Effect("measured", _where(m["file"], self._files[m["file"]]), _pointed(m, self._files[m["file"]]))
+                data = self._files[m["file"]]
+                yield Effect("measured", _where(m["file"], data, m["value"]), _pointed(m, data))
         for file, data in self._files.items():
             for reader in (from_ablation, from_rows, from_compression):
                 for setting, says in reader(data, name):
@@ -182,8 +183,10 @@ def _side(m: Metric | None, r: Result, name: str) -> str:
     return metric(m.value, m.unit) + (", does not fit" if name == "peak_bytes" and r.status != "ok" else "")
 
 
-def _where(file: str, data: dict[str, Any]) -> str:
-    e = data.get("environment", {})
+def _where(file: str, data: dict[str, Any], path: str = "") -> str:
+    """Where a file was measured, or the part of it at ``path`` that has an environment of its own."""
+    part = data.get(path.partition("/")[0])
+    e = part["environment"] if isinstance(part, dict) and "environment" in part else data.get("environment", {})
     cores = e.get("cores", 0)
     return (
         f"`{file}`, {e.get('cpu')}, {cores} core{'s' if cores != 1 else ''}, PyTorch {e.get('torch')},"

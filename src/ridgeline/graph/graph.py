@@ -66,7 +66,10 @@ class Op:
     recompute: bool = False
     """Whether it repeats forward work in the backward pass."""
     behind: str = ""
-    """For a collective inside a block: the operator of the block with which it overlaps; empty: no overlap."""
+    """For a collective inside a block: the operator of the block with which it overlaps; empty: no overlap. For a copy
+    from or to host memory or disk before a layer of inference: ``layers``, it overlaps with any of the pass;
+    ``weights``, it brings the layer's weights whose names begin with ``param`` through the ring of
+    :attr:`Graph.weight_buffers`; ``module``, it overlaps with what computes with these."""
     pieces: int = 1
     """Number of pieces of an overlapping collective; with more than one, the first (or last) piece has nothing to
     overlap with. Of an operator: number of pieces that it is computed in, one after the other."""

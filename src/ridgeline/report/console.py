@@ -115,6 +115,22 @@ class CountBar(_Live):
             self.line(f"{self.title}: {self.done} of {self.total}, {note}")
 
 
+class SearchBar(_Live):
+    """Progress over a number of items that is known after a while."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self.title, self.tenths = title, 0
+        self.task = self.progress.add_task(title, total=None, note="")
+
+    def at(self, done: int, of: int) -> None:
+        """So many are done."""
+        self.progress.update(self.task, completed=done, total=of or None)
+        if of and 10 * done // of > self.tenths:
+            self.tenths = 10 * done // of
+            self.line(f"{self.title}: {done} of {of}")
+
+
 class StepBar(_Live):
     """Optimizer steps of one job."""
 

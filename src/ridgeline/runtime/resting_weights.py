@@ -104,7 +104,8 @@ def rest_modules(
 ) -> tuple[list[list[LayerTensor]], list[Source]]:
     """Store the modules ``names`` of the model's layers ("3", or "3.mlp.up_proj"), each in its folder's file or (None)
     in host memory, and free their memory → the tensors of each, and where they are. One at a time is read, where
-    loading left that for later."""
+    loading left that for later. Raises :class:`UserError` where a folder cannot be written or has too little space, or
+    a file of the checkpoint cannot be read."""
     modules = [run.model.layers.get_submodule(name) for name in names]
     elements = [sum(p.numel() for p in module.parameters()) for module in modules]
     groups: list[list[LayerTensor]] = []

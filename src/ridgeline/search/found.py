@@ -30,9 +30,22 @@ _shared: list[Any] = []
 """In a worker: the fastest plan that any worker has found, in (weighed) seconds."""
 
 
-def share(fastest: Any) -> None:
-    """Let a worker see what the others find: ``fastest`` is a value that processes share."""
+_counts: list[Any] = []
+"""In a worker: how many nodes all workers have looked at, and of how many."""
+
+
+def share(fastest: Any, counts: Any) -> None:
+    """Let a worker see what the others find, and count what it has done: a value and an array that processes share."""
     _shared[:] = [fastest]
+    _counts[:] = [counts]
+
+
+def count_nodes(done: int, of: int) -> None:
+    """Add to what all workers have done, and are to do."""
+    for counts in _counts:
+        with counts.get_lock():
+            counts[0] += done
+            counts[1] += of
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import check, registry
+from ridgeline.techniques.registry import check, registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
 _CACHE_SHARE = 0.95
@@ -28,7 +28,7 @@ _CACHE_SHARE = 0.95
 _MORE = (1.25, 1.5, 2.0)
 """Device memory, relative to the limit, of which the prediction is told beside the chosen placement."""
 
-_STEP = 1.25
+_STEP = 1.02
 """Between device memories that are tried where nothing fits; what is told is more by what rounding takes."""
 
 
@@ -110,8 +110,8 @@ def place(
 ) -> Placement:  # fmt: skip
     """The placement for a checkpoint on this machine, judged by ``sequences`` at a time of these lengths.
 
-    All weights on the device are tried, and each technique that decides where weights rest with its choices. Raises
-    :class:`UserError` where nothing fits, with what is missing.
+    All weights on the device are tried, and each technique that decides where weights rest with its choices; where the
+    plan has one of these, only that. Raises :class:`UserError` where nothing fits, with what is missing.
     """
     if limits.disk is not None and not limits.disk.is_dir():
         raise UserError(
@@ -131,7 +131,8 @@ def place(
 
     def best(on: Cluster) -> tuple[Experiment, Result] | None:
         whole = make(on)
-        made = [whole, *(make(on, call) for call in _choices(whole, limits.disk))]
+        asked = any("resting_weights" in t.card.owns for t in techniques_of(whole.plan))
+        made = [whole, *(make(on, call) for call in ([] if asked else _choices(whole, limits.disk)))]
         found = [(e, _predicted(e)) for e in made]
         fitting = [(e, r) for e, r in found if r is not None]
         return max(fitting, key=lambda pair: pair[1].metrics["tokens_per_s"].value, default=None)
@@ -217,5 +218,6 @@ def _missing(checkpoint: Path, cluster: Cluster, limits: MemoryLimits, enough: f
     host = "" if limits.host is None else f" and {metric(limits.host, 'bytes')} of host memory"
     memory = "more memory" if enough is None else f"{metric(enough, 'bytes')} of device memory"
     more = "" if limits.disk is not None else ", or --disk PATH for weights on disk"
+    smaller = "a smaller --max-model-len, --max-num-seqs or --max-num-batched-tokens"
     return (f"{checkpoint} does not fit into {device} of device memory{host}, wherever its layers rest",
-            f"give {memory}{more}, or a smaller --max-model-len or --max-num-batched-tokens")  # fmt: skip
+            f"give {memory}{more}, or {smaller}")  # fmt: skip

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -21,7 +20,7 @@ from ridgeline.graph import Graph
 from ridgeline.graph.schedule import idle_share
 from ridgeline.predict.interval import STEP
 from ridgeline.predict.quick import Quick, computation, prepare, quick, split
-from ridgeline.search.found import Answer, Found, Setting, Tried, share
+from ridgeline.search.found import Answer, Found, Setting, Tried, count_nodes, share
 from ridgeline.search.question import Question
 from ridgeline.search.settle import settle
 from ridgeline.search.space import (
@@ -55,6 +54,9 @@ SEEDS = 6
 _NOTHING = 1e-3
 """A technique that changes no metric by more does nothing."""
 
+_LOOK = 0.2
+"""Seconds between looks at how far the workers are."""
+
 Progress = Callable[[int, int], None]
 Shape = tuple[int, Set, Set]
 """Index of the base experiment, mesh and shape."""
@@ -78,15 +80,18 @@ def search(
     if workers == 1:
         found.merge(run(shapes, progress=progress))
     else:
-        fork, parts, done = get_context("fork"), [shapes[i::workers] for i in range(workers)], 0
-        shared = (fork.Value("d", math.inf),)
-        with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, fork, share, shared) as pool:
-            for done, part in enumerate(pool.map(run, parts), 1):
-                found.merge(part)
+        fork, parts = get_context("fork"), [shapes[i::workers] for i in range(workers)]
+        counts = fork.Array("q", 2)
+        with ProcessPoolExecutor(workers, fork, share, (fork.Value("d", math.inf), counts)) as pool:
+            jobs = [pool.submit(run, part) for part in parts]
+            left = True
+            while left:
+                left = bool(wait(jobs, _LOOK).not_done)
                 if progress:
-                    progress(done, workers)
-        for left in parts[done:]:  # what a worker that was killed has left
-            found.merge(run(left))
+                    progress(*counts.get_obj())  # without the lock, which a worker that was killed may have
+        for job, part in zip(jobs, parts, strict=True):
+            killed = isinstance(job.exception(), BrokenProcessPool)
+            found.merge(run(part) if killed else job.result())
     answer = Answer(question, found, settled.evidence, settled.without_effect, 0.0)
     if question.training and question.goal != "memory" and answer.best and not first_feasible:
         _look_around(question, bases, spaces, answer.best[0], found)
@@ -185,7 +190,9 @@ def _walk(
     nodes = sorted(_nodes(q, bases, spaces, shapes, found), key=lambda n: n.bound)
     small = [n for n in nodes if (n.micro or 1) <= 2][:SEEDS]  # they are likely to fit, and a good plan prunes the rest
     nodes = small + [n for n in nodes if n not in small]
+    count_nodes(0, len(nodes))
     for done, node in enumerate(nodes):
+        count_nodes(1, 0)
         found.faster(math.inf)
         if node.bound > SLACK * found.fastest and q.goal != "memory":
             found.count("bounded", spaces[node.base].below)

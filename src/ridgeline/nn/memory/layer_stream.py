@@ -1,9 +1,9 @@
 """Layers whose weights are stored in host memory or on disk and are on the device only while they are used
 (ZeRO-Inference, arXiv:2207.00032, section 6).
 
-While one layer computes, a thread fetches the next ones into device memory that they use in turn. Weights on disk are
-read with O_DIRECT, bypassing the page cache: directly into that memory if the device is the CPU, through pinned memory
-if it is a GPU.
+While one layer computes, a thread fetches the next ones into device memory that they use in turn (from host memory to a
+CPU, which has no other cores for it, each is copied when its layer begins). Weights on disk are read with O_DIRECT,
+bypassing the page cache: directly into that memory if the device is the CPU, through pinned memory if it is a GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ridgeline.nn.memory.tiered_store import PAGE, check_folder, mark_host, scratch_file
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.ring import RingSpace
 
 _ALIGN = 64
 
@@ -267,34 +268,18 @@ def bring(
     return done
 
 
-class Ring:
+class Ring(RingSpace):
     """Device memory that is handed out in consecutive pieces, and given back in the same order."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__(size)
         cuda = device.type == "cuda"
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device) if cuda else aligned(size)
-        self._held: deque[tuple[int, int]] = deque()
 
-    def take(self, size: int) -> Tensor | None:
+    def piece(self, size: int) -> Tensor | None:
         """A piece, uint8 [size], behind the last one; None while there is no room."""
-        start, limit = 0, self.buffer.numel()
-        if self._held:
-            first, (last, length) = self._held[0][0], self._held[-1]
-            start = last + length
-            if last < first or (start + size > limit and size <= first):  # around the end, before the oldest piece
-                start, limit = start if last < first else 0, first
-        if start + size > limit:
-            return None
-        self._held.append((start, size))
-        return self.buffer[start : start + size]
-
-    def give(self) -> None:
-        """Give back the oldest piece."""
-        self._held.popleft()
-
-    def clear(self) -> None:
-        """Give back all."""
-        self._held.clear()
+        start = self.take(size)
+        return None if start is None else self.buffer[int(start) : int(start) + size]
 
 
 @dataclass
@@ -302,7 +287,7 @@ class LayerStream:
     """Streams groups of weights (of layers, or of parts of layers) to the device in the order in which they are used.
 
     They share ``capacity`` bytes. At most ``ahead`` groups are there before their turn; with 0 each is fetched when it
-    is used.
+    is used, by the thread that computes.
     """
 
     groups: Sequence[Sequence[LayerTensor]]
@@ -314,7 +299,8 @@ class LayerStream:
     """Number of bytes fetched so far."""
     waited: float = 0.0
     """Seconds that computation waited for them."""
-    _pending: deque[tuple[int, DeviceBuffer, Future[torch.cuda.Event | None]]] = field(default_factory=deque)
+    _pending: deque[tuple[int, DeviceBuffer, Callable[[], torch.cuda.Event | None]]] = field(default_factory=deque)
+    """What is on its way; the call ends when it is there."""
     _active: DeviceBuffer | None = None
     _freed: torch.cuda.Event | None = None
     """When the computation with all that was given back, or that had the ring's memory before, has finished."""
@@ -349,7 +335,7 @@ class LayerStream:
             self._restart(i)
         piece, arriving = self._pending.popleft()[1:]
         began = time.perf_counter()
-        arrived = arriving.result()
+        arrived = arriving()
         self.waited += time.perf_counter() - began
         if arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(arrived)
@@ -372,10 +358,9 @@ class LayerStream:
 
     def _restart(self, i: int) -> None:
         """Discard what was prefetched for another order, and restart at group ``i``."""
-        for _, _, arriving in self._pending:
-            with contextlib.suppress(UserError):
-                arriving.result()
-        self._pending.clear()
+        if self._pending:
+            self._pending.clear()
+            self._thread.submit(int).result()  # behind all that was submitted before
         self.ring.clear()
         self._fetch(i)
 
@@ -383,12 +368,19 @@ class LayerStream:
         """Fetch group ``i`` and those behind it, as far as there is room."""
         while len(self._pending) < min(self.ahead + 1, len(self.groups)):
             i %= len(self.groups)
-            piece = self.ring.take(self._sizes[i])
+            piece = self.ring.piece(self._sizes[i])
             if piece is None:
                 return
             to = DeviceBuffer(piece, self._staging, self._freed)
-            self._pending.append((i, to, self._thread.submit(bring, self.sources[i], to, self.device, self._stream)))
+            fetch = partial(bring, self.sources[i], to, self.device, self._stream)
+            beside = self._beside(self.sources[i])
+            self._pending.append((i, to, self._thread.submit(fetch).result if beside else fetch))
             i += 1
+
+    def _beside(self, source: Source) -> bool:
+        """Whether a thread fetches it while another group computes. A CPU's copies from host memory take the cores that
+        compute: a second thread would add its wake-ups, and twice as many threads as cores."""
+        return self.ahead > 0 and not (self.device.type == "cpu" and isinstance(source, HostSource))
 
     def tensors(self) -> Iterator[Tensor]:
         """The device's memory for weights."""

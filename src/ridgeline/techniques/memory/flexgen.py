@@ -217,16 +217,17 @@ class FlexGen(Technique):
         """Weights come once for all batches; the cache's part outside the device is read where it is."""
         n = self.micro_batches(e)
         g.accumulation, g.layer_gathers = n, 1.0
-        tiers = [t for row in self.cache_tiers(e.model.num_layers) for t in row]
-        share = {tier: tiers.count(tier) / len(tiers) for tier in ("device", "host", "disk")}
+        caches = n * e.model.num_layers
+        counts = tier_counts(caches, self.share("cache_device"), self.share("cache_host"))
+        share = {tier: count / caches for tier, count in counts.items()}
         cache = n * g.kv_cache
         g.kv_cache = cache * share["device"]
-        g.host_bytes += cache * share["host"] + cache / len(tiers) * min(tiers.count("disk"), _STAGED)
+        g.host_bytes += cache * share["host"] + cache / caches * min(counts["disk"], _STAGED)
         residual = max((o.bytes / 3 for b in g.blocks for o in b.forward if o.kind == "residual"), default=0.0)
-        hidden = self.activation_tiers()
-        if n > 1 or hidden != ["device"]:
-            g.buffers += hidden.count("device") * residual
-            g.host_bytes += (hidden.count("host") + min(hidden.count("disk"), _STAGED)) * residual
+        hidden = tier_counts(n, self.share("activations_device"), self.share("activations_host"))
+        if n > 1 or not hidden["device"]:
+            g.buffers += hidden["device"] * residual
+            g.host_bytes += (hidden["host"] + min(hidden["disk"], _STAGED)) * residual
         self._weights(g, e)
         self._cache(g, e, cache, share)
         self._hidden(g, e, residual, hidden)
@@ -235,13 +236,13 @@ class FlexGen(Technique):
     def _weights(self, g: Graph, e: Experiment) -> None:
         tiers = self.layer_tiers(sum(b.repeat for b in g.blocks if b.is_layer))
         blocks: list[Block] = []
-        arrive, at = list[float](), 0
+        arrive, at, behind = list[float](), 0, "weights" if self.overlap else ""
         for b in g.blocks:
             if not b.is_layer:
                 blocks.append(b)
                 continue
             mine, at = tiers[at : at + b.repeat], at + b.repeat
-            names = [f"{part}." if part else "" for part in parts_of(e.model)]
+            names = _prefixes(e.model)
             parts = [[i for i, p in enumerate(b.params) if p.name.startswith(name)] for name in names]
             sizes = [sum(b.params[i].stored_bytes for i in part) for part in parts]
             size = sum(sizes)
@@ -249,7 +250,8 @@ class FlexGen(Technique):
                 if count := mine.count(tier):
                     piece = replace(b.copy(), repeat=count)
                     if tier != "device":
-                        piece.gather_forward += arriving("weights", size, tier == "disk", e, self.overlap, len(parts))
+                        for name, part in zip(names, sizes, strict=True):
+                            piece.gather_forward += arriving("weights", part, tier == "disk", e, behind, name)
                         for i in chain.from_iterable(parts):
                             piece.params[i].resident = 0.0
                         arrive += sizes * count
@@ -267,36 +269,40 @@ class FlexGen(Technique):
         per_token = cache / layers / total
         gpu = e.cluster.device.kind == "gpu"
         new, decoding = per_token * g.sizes.q_len, g.sizes.q_len < g.sizes.kv_len
-        behind = "layers" if self.overlap else ""
+        behind, part = "module" if self.overlap else "", _prefixes(e.model)[0]
         ops: list[Op] = []
         outside = share["host"] + share["disk"]
 
         def copy(name: str, kind: str, size: float, parts: float) -> Op:
             """Of every part by itself."""
-            return changed(host_copy(name, kind, size, "forward"), behind=behind, requests=n * parts)
+            return changed(host_copy(name, kind, size, "forward"), behind=behind, param=part, requests=n * parts)
 
         if gpu and outside:
             ops.append(copy("cache.out", "d2h", new * outside, outside))
             if decoding:
-                ops.append(host_copy("cache.attention", "host_read", per_token * g.sizes.kv_len * outside, "forward"))
+                attended = host_copy("cache.attention", "host_read", per_token * g.sizes.kv_len * outside, "forward")
+                ops.append(changed(attended, param=part))
         if share["disk"]:
             ops.append(copy("cache.write", "disk_write", new * share["disk"], share["disk"]))
             if decoding:
-                read = per_token * (g.sizes.kv_len - 1) * share["disk"]
-                ops.append(copy("cache.read", "disk_read", read, share["disk"]))
+                read = copy("cache.read", "disk_read", per_token * (g.sizes.kv_len - 1) * share["disk"], share["disk"])
+                # The first part's is read ahead, while the feed-forward part before computes.
+                for name, times in ((part, (n - 1) / n), (_prefixes(e.model)[-1], 1 / n)):
+                    sizes = {"bytes": read.bytes * times, "link_bytes": read.link_bytes * times}
+                    ops.append(changed(read, param=name, requests=read.requests * times, **sizes))
         for b in g.blocks:
             if b.is_layer:
                 b.gather_forward += ops
 
-    def _hidden(self, g: Graph, e: Experiment, size: float, tiers: list[str]) -> None:
+    def _hidden(self, g: Graph, e: Experiment, size: float, tiers: dict[str, int]) -> None:
         """Copies of the batches' hidden states, each of ``size`` bytes, in and out of every layer, or of its parts."""
+        behind = "module" if self.overlap else ""
         moves: list[tuple[str, int]] = []
         if e.cluster.device.kind == "gpu":
-            moves += [(kind, len(tiers) - tiers.count("device")) for kind in ("h2d", "d2h")]
-        moves += [(kind, tiers.count("disk")) for kind in ("disk_read", "disk_write")]
-        behind, times = "layers" if self.overlap else "", len(parts_of(e.model))
-        ops = [changed(host_copy(f"hidden.{kind}", kind, size * n, "forward"), behind=behind, requests=n)
-               for kind, parts in moves if (n := parts * times)]  # fmt: skip
+            moves += [(kind, tiers["host"] + tiers["disk"]) for kind in ("h2d", "d2h")]
+        moves += [(kind, tiers["disk"]) for kind in ("disk_read", "disk_write")]
+        ops = [changed(host_copy(f"hidden.{kind}", kind, size * n, "forward"), behind=behind, param=part, requests=n)
+               for part in _prefixes(e.model) for kind, n in moves if n]  # fmt: skip
         for b in g.blocks:
             if b.is_layer:
                 b.gather_forward += ops
@@ -320,11 +326,23 @@ def parts_of(model: ModelSpec) -> tuple[str, ...]:
     return ("",) if model.parallel_residual or model.is_encoder_decoder else ("attention", "mlp")
 
 
-def spread(count: int, device: float, host: float) -> list[str]:
-    """A tier for each of ``count`` items by their shares, every tier's spread evenly; what is rounded goes outwards."""
+def _prefixes(model: ModelSpec) -> list[str]:
+    """Of the names of these modules' parameters."""
+    return [f"{part}." if part else "" for part in parts_of(model)]
+
+
+def tier_counts(count: int, device: float, host: float) -> dict[str, int]:
+    """How many of ``count`` items each tier has by these shares; what is rounded goes outwards."""
     on_device = math.floor(count * device + 1e-9)
     outside = count - on_device
     in_host = outside if device + host > 1 - 1e-9 else min(outside, math.floor(count * host + 1e-9))
+    return {"device": on_device, "host": in_host, "disk": outside - in_host}
+
+
+def spread(count: int, device: float, host: float) -> list[str]:
+    """A tier for each of ``count`` items by their shares, every tier's spread evenly."""
+    counts = tier_counts(count, device, host)
+    outside, in_host = count - counts["device"], counts["host"]
     tiers, used = [], 0
     for i in range(count):
         if (i + 1) * outside // count > i * outside // count:

@@ -43,9 +43,10 @@ def spread_over_tiers(
             block.forward = partial(_whole, block.forward)
         return
     assert model.embed is not None
+    index = {name: i for i, name in enumerate(names)}
 
     def held(name: str) -> AbstractContextManager[None]:
-        return nullcontext() if stream is None or name not in names else stream.held(names.index(name))
+        return nullcontext() if stream is None or name not in index else stream.held(index[name])
 
     modules: list[tuple[nn.Module, list[Step]]] = [(model.embed, [(model.embed.forward, nullcontext)])]
     for i, block in model.layers.items():

@@ -161,7 +161,7 @@ class HotNeurons(Technique):
             ]
         many = t > self.rows or not predicts
         if many and t > self.rows:
-            b.gather_forward += arriving("neurons", cold, False, e, False) if gpu else []
+            b.gather_forward += arriving("neurons", cold, False, e, "") if gpu else []
             return
         need = self.computed(t)
         on_device = self.share + (0.0 if gpu else (1 - self.share) * need)

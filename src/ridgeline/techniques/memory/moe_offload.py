@@ -96,9 +96,9 @@ class MoEOffload(Technique):
             missing = needed * (1 - hits)
             found = self.recall if self.guess else 0.0
             disk = self.parameters == "nvme"
-            for name, count, beside in (("guessed", missing * found, True), ("missing", missing * (1 - found), False)):
+            for name, count, how in (("guessed", missing * found, "layers"), ("missing", missing * (1 - found), "")):
                 if count:
-                    b.gather_forward += arriving(f"experts.{name}", count * each, disk, e, beside, requests=count)
+                    b.gather_forward += arriving(f"experts.{name}", count * each, disk, e, how, requests=count)
             for p in held:
                 p.resident = self.experts / all_experts
                 g.host_bytes += 0.0 if disk else p.stored_bytes * b.repeat

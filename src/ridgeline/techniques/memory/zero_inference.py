@@ -57,8 +57,8 @@ class ZeroInference(Technique):
     their router, as a whole), whose memory is free for the next ones as soon as each is computed."""
     prefetch: int | Annotated[float, Field(allow_inf_nan=False)] = Field(default=1, ge=0)
     """Number of layers to prefetch; 0: none, so that nothing overlaps. Of modules: the device's memory for all that is
-    fetched, as a number of layers; 0.5 is half a layer. Where that is less than two of the largest modules, one is
-    fetched only after the other has computed, and no overlap is predicted."""
+    fetched, as a number of layers; 0.5 is half a layer. Where that is less than two of the largest modules, one of them
+    is fetched only after the other has computed."""
     resident: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
     """Number of layers that stay on the device, spread evenly over the model; auto: as many as are predicted to fit, or
     in task serve as many as give the highest predicted throughput."""
@@ -143,14 +143,9 @@ class ZeroInference(Technique):
             return largest * min(self.prefetch + 1, len(layers))
         return min(max(largest, self.prefetch * max(map(sum, layers))), sum(map(sum, layers)))
 
-    def overlaps(self, layers: Sequence[Sequence[float]]) -> bool:
-        """Whether there is room to fetch one of the largest while another computes; argument as :meth:`room`."""
-        enough = min(2 * max(map(max, layers)), sum(map(sum, layers)))
-        return self.prefetch > 0 and (self.fetch == "layers" or self.room(layers) >= enough)
-
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Add copies before the streamed layers, and the memory of those being fetched."""
-        stay, blocks, moved = self.stays, list[Block](), list[tuple[Block, list[float]]]()
+        stay, blocks, moved = self.stays, list[Block](), list[tuple[Block, dict[str, float]]]()
         for b in g.blocks:
             here = min(stay, b.repeat) if b.is_layer else b.repeat
             if b.is_layer:
@@ -162,25 +157,27 @@ class ZeroInference(Technique):
                 moved.append((b, self._move(b, e.model)))
                 blocks.append(b)
         g.blocks = blocks
-        layers = [sizes for b, sizes in moved for _ in range(b.repeat)]
+        layers = [list(sizes.values()) for b, sizes in moved for _ in range(b.repeat)]
         if not layers:
             return g
-        beside, disk = self.overlaps(layers), self.parameters == "nvme"
+        disk = self.parameters == "nvme"
         for b, sizes in moved:
-            b.gather_forward += arriving("weights", sum(sizes), disk, e, beside, len(sizes))
+            for part, size in sizes.items():
+                b.gather_forward += arriving("weights", size, disk, e, "weights" if self.prefetch else "", part)
         if not disk:
             g.host_bytes += sum(map(sum, layers))
         g.weight_buffers += self.room(layers)
         return g
 
-    def _move(self, b: Block, model: ModelSpec) -> list[float]:
-        """Take what is fetched from the device → bytes of each fetch for one layer of the block."""
+    def _move(self, b: Block, model: ModelSpec) -> dict[str, float]:
+        """Take what is fetched from the device → bytes of each fetch for one layer of the block, by the beginning of
+        its parameters' names."""
         moe = any(p.name.startswith("mlp.experts.") for p in b.params)
         names = [""] if self.fetch == "layers" else [f"{name}." for name in large_modules(model, moe)]
-        sizes = []
+        sizes = {}
         for name in names:
             params = [p for p in b.params if p.name.startswith(name)]
-            sizes.append(sum(p.stored_bytes for p in params))
+            sizes[name] = sum(p.stored_bytes for p in params)
             for p in params:
                 p.resident = 0.0
         return sizes
@@ -230,13 +227,14 @@ def weights_change(technique: Technique, e: Experiment) -> bool:
     return any(t.parts & _CHANGES_WEIGHTS for t in others)
 
 
-def arriving(name: str, size: float, disk: bool, e: Experiment, beside: bool, requests: float = 1) -> list[Op]:
+def arriving(
+    name: str, size: float, disk: bool, e: Experiment, behind: str, part: str = "", requests: float = 1
+) -> list[Op]:
     """The copies that transfer ``size`` bytes to the device, from host memory or from disk, in ``requests``.
-    ``beside``: overlapping with computation.
+    ``behind``: as :attr:`Op.behind`; ``part``: beginning of the names of the parameters that they belong to.
 
     A CPU reads from disk directly into the destination.
     """
     kinds = ["disk_read"] * disk + ["h2d"] * (not disk or e.cluster.device.kind == "gpu")
-    behind = "layers" if beside else ""
-    return [changed(host_copy(f"{name}.{kind}", kind, size, "forward"), behind=behind, requests=requests)
+    return [changed(host_copy(f"{name}.{kind}", kind, size, "forward"), behind=behind, param=part, requests=requests)
             for kind in kinds]  # fmt: skip

@@ -19,7 +19,7 @@ def stream_modules(
 ) -> None:
     """Move this rank's part of the modules ``names``, of its layers, to host memory, or to disk if ``folder`` is given,
     and fetch them whenever they compute, if ``ahead`` as far in advance as there is ``room``: bytes on the device, of
-    those of each layer's modules."""
+    those of each layer's modules. Raises :class:`UserError` where the disk has no room, or a file cannot be read."""
     layers = run.model.layers
     names = list(dict.fromkeys(_called(layers, [name for name in names if name.partition(".")[0] in layers])))
     if not names:

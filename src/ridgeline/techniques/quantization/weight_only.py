@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -152,9 +153,13 @@ def stored(e: Experiment, t: WeightOnly) -> tuple[int, float]:
 
     Layers that stay dense have the dtype of the checkpoint that is compressed; without one, the dtype of the plan.
     """
-    wide = DTYPE_BYTES[_checkpoint_dtype(e)]
+    return _stored(left(e), DTYPE_BYTES[_checkpoint_dtype(e)], t)
+
+
+@lru_cache(maxsize=64)  # a search asks for each of its thousands of plans
+def _stored(model: ModelSpec, wide: float, t: WeightOnly) -> tuple[int, float]:
     total, kept, count = 0.0, 0.0, 0
-    for p in left(e).parameters():
+    for p in model.parameters():
         if not _is_coded(p.name):
             total += p.numel * wide
             continue
@@ -168,12 +173,19 @@ def stored(e: Experiment, t: WeightOnly) -> tuple[int, float]:
 
 def coded_matrices(e: Experiment) -> int:
     """Number of quantized matrices, counting each expert's."""
-    return sum(p.numel // (p.shape[-1] * p.shape[-2]) for p in left(e).parameters() if _is_coded(p.name))
+    return _coded(left(e))[0]
 
 
 def coded_weights(e: Experiment) -> int:
     """Number of quantized weights."""
-    return sum(p.numel for p in left(e).parameters() if _is_coded(p.name))
+    return _coded(left(e))[1]
+
+
+@lru_cache(maxsize=64)
+def _coded(model: ModelSpec) -> tuple[int, int]:
+    """(matrices, weights) that are quantized."""
+    coded = [p for p in model.parameters() if _is_coded(p.name)]
+    return sum(p.numel // (p.shape[-1] * p.shape[-2]) for p in coded), sum(p.numel for p in coded)
 
 
 def _is_coded(name: str) -> bool:
