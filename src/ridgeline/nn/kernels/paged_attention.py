@@ -33,7 +33,8 @@ TILE = 64
 LEAST = 64
 """Keys of a part at least."""
 PROMPT_STAGES = 5
-"""By which the next tile is on its way while one is multiplied: blocks are asked for another tile ahead."""
+"""By which the next tile is on its way while one is multiplied: blocks are asked for another tile ahead. One less on
+Blackwell, where registers would be spilled."""
 _KINDS = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3, "native fp8": 4}
 
 
@@ -371,7 +372,7 @@ def paged_attention(
         else:
             _attend[count, groups, splits](
                 *operands, **settings, GROUP=group, PROMPTS=not work.split, PADDED=padded, TILE=tile,
-                num_warps=4 if work.rows < 64 else 8, num_stages=3 if work.split else PROMPT_STAGES,
+                num_warps=4 if work.rows < 64 else 8, num_stages=3 if work.split else PROMPT_STAGES - (capability() >= 100),
             )  # fmt: skip
         if splits > 1:
             _merge[count, groups, work.used](
