@@ -10,7 +10,7 @@ from triton.runtime import driver
 
 
 def capability() -> int:
-    """The device's compute capability (90: 9.0); 0 in Triton's interpreter."""
+    """The device's compute capability (90: 9.0); 0 in Triton's interpreter, and of GPUs that are not NVIDIA's."""
     return 0 if _INTERPRETED else _of(driver.active, driver.active.get_current_device())
 
 
@@ -21,4 +21,5 @@ _INTERPRETED = knobs.runtime.interpret
 @lru_cache(maxsize=16)
 def _of(active: Any, device: int) -> int:
     """Asked at every launch of some kernels, and slowly answered by a driver."""
-    return int(active.get_current_target().arch)
+    target = active.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0  # AMD's architectures have names
