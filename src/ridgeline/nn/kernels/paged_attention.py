@@ -372,7 +372,8 @@ def paged_attention(
         else:
             _attend[count, groups, splits](
                 *operands, **settings, GROUP=group, PROMPTS=not work.split, PADDED=padded, TILE=tile,
-                num_warps=4 if work.rows < 64 else 8, num_stages=3 if work.split else PROMPT_STAGES - (capability() >= 100),
+                num_warps=4 if work.rows < 64 else 8,
+                num_stages=3 if work.split else PROMPT_STAGES - (capability() >= 100),
             )  # fmt: skip
         if splits > 1:
             _merge[count, groups, work.used](

@@ -14,6 +14,14 @@ def capability() -> int:
     return 0 if _INTERPRETED else _of(driver.active, driver.active.get_current_device())
 
 
+def shared_memory() -> int:
+    """Bytes of shared memory that a program may have."""
+    return SHARED.get(capability(), 99 << 10)
+
+
+SHARED = {0: 227 << 10, 80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 110: 227 << 10}
+"""By compute capability; 99 KB of others (CUDA programming guide, "Technical Specifications per Compute Capability").
+Triton's interpreter has as much as Hopper."""
 _INTERPRETED = knobs.runtime.interpret
 """Read once: kernels are made when they are imported, for the interpreter or not."""
 
