@@ -120,9 +120,9 @@ def test_rows_and_heads_share_a_program(hopper):
     assert only(hopper, "norm backward rms", "_add_norm_backward")["grid"] == [2 * 132]  # of 512 threads, per processor
 
 
-@pytest.mark.parametrize(("case", "capability"), [("int2 rows=8 ", 80), ("int4 rows=64 4096x4096 bf16 group=16", 100)])
+@pytest.mark.parametrize(("case", "capability"), [("int4 rows=4 ", 89), ("int4 rows=64 4096x4096 bf16 group=16", 100)])
 def test_low_bit_products_of_other_devices(tmp_path, case, capability):
-    """Shared memory that Ampere has, and a kernel at all for Blackwell."""
+    """Shared memory that Ada has, and a kernel at all for Blackwell."""
     (row,) = compiled(tmp_path, "--only", case, "--capabilities", str(capability))
     assert row["shared"] <= SHARED[capability]
     assert row["tensor"] > 0
