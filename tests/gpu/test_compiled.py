@@ -124,7 +124,7 @@ def test_rows_and_heads_share_a_program(hopper):
 def test_low_bit_products_of_other_devices(tmp_path, case, capability):
     """Shared memory that Ada has, and a kernel at all for Blackwell."""
     (row,) = compiled(tmp_path, "--only", case, "--capabilities", str(capability))
-    assert row["shared"] <= SHARED[capability]
+    assert row["shared"] <= SHARED.get(capability, 99 << 10)
     assert row["tensor"] > 0
 
 
