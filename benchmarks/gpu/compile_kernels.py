@@ -191,11 +191,11 @@ def products() -> Iterator[Case]:
         (4, 1, (4096, 14336), F16, True, 128), (4, 64, (14336, 4096), F16, True, 128),
         (8, 1, (4096, 4096), BF16, False, 128), (8, 64, (4096, 4096), BF16, False, 128),
         (3, 1, (4096, 4096), BF16, False, 128), (3, 64, (4096, 4096), BF16, False, 128),
-        (2, 1, (4096, 4096), BF16, True, 64), (2, 64, (4096, 4096), BF16, True, 64),
+        *((2, m, (4096, 4096), BF16, True, 64) for m in (1, 64)), (4, 64, (4096, 4096), BF16, False, 16),
         (8, 1, (4096, 4096), BF16, False, 4096), (5, 16, (4096, 4096), BF16, False, 32),
     ):  # fmt: skip
         label = f"int{bits} rows={rows} {out}x{width} {NAMES[dtype]} group={group}{' zero' if zero else ''}"
-        quick = (bits, out, zero) == (4, 4096, False) and rows in (1, 64, 512)
+        quick = (bits, out, zero) == (4, 4096, False) and rows in (1, 64, 512) and group == 128
 
         def call(bits=bits, rows=rows, out=out, width=width, dtype=dtype, zero=zero, group=group):
             wide, stripe = wide_bits(bits), striped(width, bits, group)

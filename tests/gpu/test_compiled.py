@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+from ridgeline.nn.kernels.target import SHARED
+
 LONGEST = 4000
 """Most instructions of a kernel, in place of the seconds of its compilation, which depend on the machine: kernels of
 9000 and more kept first requests waiting for 5 s to minutes (``gpu_aot.json``, before); these take about one."""
@@ -49,6 +51,7 @@ def no_waste(rows):
         assert r["spilled"] == 0, r
         assert r["torn"] == 0, r
         assert r["instructions"] < LONGEST, r
+        assert r["shared"] <= SHARED[r["capability"]], r
         assert (r["waits"], r["unready"]) == (int(r["early"]), 0), r
         if r["kernel"] in ("_attend", "_attend_few", "_few", "_tiles"):
             assert r["tensor"] > 0, r
@@ -117,7 +120,16 @@ def test_rows_and_heads_share_a_program(hopper):
     assert only(hopper, "norm backward rms", "_add_norm_backward")["grid"] == [2 * 132]  # of 512 threads, per processor
 
 
-STARTED_EARLY = {"_product_of_row", "_tiles", "_add_norm", "_activation", "_write", "_attend", "_merge", "_rotate"}
+@pytest.mark.parametrize(("case", "capability"), [("int4 rows=4 ", 89), ("int4 rows=64 4096x4096 bf16 group=16", 100)])
+def test_low_bit_products_of_other_devices(tmp_path, case, capability):
+    """Shared memory that Ada has, and a kernel at all for Blackwell."""
+    (row,) = compiled(tmp_path, "--only", case, "--capabilities", str(capability))
+    assert row["shared"] <= SHARED.get(capability, 99 << 10)
+    assert row["tensor"] > 0
+
+
+STARTED_EARLY = {"_product_of_row", "_tiles", "_few", "_add_norm", "_activation", "_write", "_attend", "_attend_few",
+                 "_merge", "_rotate"}  # fmt: skip
 """Kernels of a decode step."""
 
 

@@ -86,6 +86,14 @@ def test_pools_of_codes(kind, heads, groups, width, window):
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
+def test_an_odd_number_of_slots():
+    """Whose scales are not whole words of two."""
+    q, stores, held, table, pages = step(4, 1, 16, 1, "int8")
+    assert stores[0].scale.numel() % 2 == 1
+    got = paged_attention(q.to(DEVICE), *stores, pages).cpu()
+    torch.testing.assert_close(got.double(), expected(q, held, table, 1), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("window", "changed"), [(70, ""), (-70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")])
 def test_few_rows_over_codes(window, changed):
     """By the kernel whose warps have keys of their own, of one key head and of several parts."""

@@ -35,7 +35,8 @@ _library_was_last = False
 
 
 def note_library() -> None:
-    """Say that a library's kernel was launched, which lets none start before it is done."""
+    """Say that a library's kernel was launched, which lets none start before it is done. For all threads and devices:
+    what is asked of it changes no result."""
     global _library_was_last
     _library_was_last = True
 

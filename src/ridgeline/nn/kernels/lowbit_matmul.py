@@ -27,7 +27,7 @@ from torch import Tensor
 from ridgeline.nn.kernels.dispatch import processors
 from ridgeline.nn.kernels.early import LINE, prefetch, wait
 from ridgeline.nn.kernels.quick import Quick, blocks, quick
-from ridgeline.nn.kernels.target import capability
+from ridgeline.nn.kernels.target import capability, shared_memory
 
 
 class Launch(NamedTuple):
@@ -331,6 +331,31 @@ def _run(width: int, group: int, bits: int, stripe: int) -> int:
     return gcd(group, stripe * 32 // bits) if group < width else stripe * 32 // bits
 
 
+def _few_fit(bits: int, stripe: int, run: int, one: bool) -> bool:
+    """Whether the tiles of a program of :func:`_few` fit into shared memory; inputs, codes and scales of a warp."""
+    block = stripe * 32 // bits
+    each = block * 2 * (1 if one else FEW_ROWS) + FEW_OUTPUTS * 4 * (stripe + block // run)
+    return (FEW_STAGES[bits] - 1) * FEW_WARPS * each <= shared_memory()
+
+
+def _launch(m: int, bits: int, stripe: int, run: int) -> Launch:
+    """How ``m`` rows are multiplied by :func:`_tiles`: in registers and shared memory that the device has."""
+    how, device = next(each for each in LAUNCHES[stripe] if m <= each.rows), capability()
+    block = stripe * 32 // bits
+    if (block >= 512 and device != 90) or (bits < 8 and device >= 100):
+        # Ampere's registers would not do, and Triton 3.6 and 3.7 make kernels of nothing for Blackwell.
+        how = how._replace(block_m=min(how.block_m, 16 if bits == 2 else 32))
+    how = how._replace(words=min(stripe, how.words))
+    rest = how.block_n * 4 * (how.words + block // run)
+    while how.stages > 2:
+        inputs, copies = how.words * 32 // bits * how.block_m * 2, how.stages - 1
+        held = copies + (device in (0, 90))  # Hopper's tensor cores read one tile of inputs while others are on the way
+        if held * inputs + copies * rest + 1024 <= shared_memory():
+            break
+        how = how._replace(block_m=32) if how.block_m > 32 else how._replace(stages=copies)
+    return how
+
+
 def expanded(words: Tensor, scale: Tensor, zero: Tensor | None, width: int, bits: int, center: int, group: int,
              stripe: int, dtype: torch.dtype) -> Tensor:  # fmt: skip
     """The weight [out, width] in ``dtype``; arguments as of :func:`lowbit_product`."""
@@ -367,24 +392,21 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
     x = x.contiguous()
     pairs = scale.dtype == torch.float16 and (scale.stride(0) | n) % 2 == 0 and scale.data_ptr() % 4 == 0
-    if m <= FEW_ROWS and n <= FEW_MOST:
+    run = _run(k, group, bits, stripe)
+    one = m == 1 and stripe >= 64  # a thread of a warp loads two inputs at least: copies are of 32 bits or more
+    if m <= FEW_ROWS and n <= FEW_MOST and _few_fit(bits, stripe, run, one):
         y = torch.empty(m, n, dtype=dtype, device=x.device)
-        one = m == 1 and stripe >= 64  # a thread of a warp loads two inputs at least: copies are of 32 bits or more
         _few[blocks(n, FEW_OUTPUTS),](
             x, words, scale, words if zero is None else zero, y if bias is None else bias, y, m, n, k, row_words,
             scale.stride(0), len(scale), bits, float(center), zero is not None, bias is not None, group,
-            _run(k, group, bits, stripe), stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0,
+            run, stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0,
             k * bits == 32 * row_words, one, pairs, isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS,
             FEW_STAGES[bits], AHEAD, num_warps=FEW_WARPS,
         )  # fmt: skip
         return y
-    how = next(each for each in LAUNCHES[stripe] if m <= each.rows)
-    if stripe * 32 // bits >= 512 and capability() != 90:
-        # Ampere's registers would not do, and Triton 3.7 makes a kernel of nothing for Blackwell.
-        how = how._replace(block_m=min(how.block_m, 16 if bits == 2 else 32))
-    words_of = min(stripe, how.words)
+    how = _launch(m, bits, stripe, run)
     tiles = blocks(n, how.block_n), blocks(m, how.block_m)
-    steps = row_words // words_of
+    steps = row_words // how.words
     wanted = round(how.programs * processors(x.device) / (tiles[0] * tiles[1]))
     per_split = blocks(steps, max(1, min(steps, wanted)))
     splits = blocks(steps, per_split)
@@ -394,9 +416,7 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
     _tiles[tiles[0], splits, tiles[1]](
         x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
         row_words, scale.stride(0), len(scale), per_split, group, bits, float(center), zero is not None,
-        bias is not None, _run(k, group, bits, stripe), stripe, words_of, n % how.block_n == 0,
-        k * bits == 32 * row_words, pairs, splits > 1, isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages,
-        AHEAD,
-        num_warps=how.warps,
+        bias is not None, run, stripe, how.words, n % how.block_n == 0, k * bits == 32 * row_words, pairs, splits > 1,
+        isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages, AHEAD, num_warps=how.warps,
     )  # fmt: skip
     return y
