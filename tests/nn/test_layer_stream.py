@@ -1,5 +1,6 @@
 """Weights that are fetched while others compute, and the ring of memory that they pass through."""
 
+import contextlib
 import random
 import threading
 from collections import deque
@@ -9,7 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ridgeline.nn.memory.layer_stream import LayerStream, Ring, layer_tensors, piece_sizes, size_of
+from ridgeline.nn.memory import layer_stream
+from ridgeline.nn.memory.layer_stream import (
+    DeviceBuffer,
+    LayerStream,
+    Ring,
+    Staging,
+    bring,
+    layer_tensors,
+    piece_sizes,
+    size_of,
+)
 
 
 class Slow:
@@ -120,3 +131,39 @@ def test_one_read_for_each_use():
             m(torch.eye(2))
     assert [s.reads - 5 for s in sources[2:]] == [0, 0]  # the first two are on their way for the next pass
     assert all(s.reads <= 6 for s in sources)
+
+
+def test_a_gpu_reads_the_next_weights_while_these_are_copied(monkeypatch):
+    """Staging memory is read into again when its last copy is done, and no sooner; a stand-in for the stream."""
+    told = []
+
+    class Event:
+        def __init__(self, name):
+            self.name = name
+
+        def synchronize(self):
+            told.append(f"wait {self.name}")
+
+    class Stream:
+        copies = 0
+
+        def record_event(self):
+            Stream.copies += 1
+            return Event(f"copy {Stream.copies}")
+
+    class Source:
+        size = 8
+
+        def read(self, into):
+            told.append("read")
+            into.fill_(1)
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(layer_stream, "aligned", lambda size, pinned=False: torch.zeros(size, dtype=torch.uint8))
+    both = [Staging(8), Staging(8)]
+    buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(4)]
+    for i, buffer in enumerate(buffers):
+        bring(Source(), DeviceBuffer(buffer, both[i % 2]), torch.device("cuda"), Stream())
+    assert told == ["read", "read", "wait copy 1", "read", "wait copy 2", "read"]
+    assert all(b.all() for b in buffers)

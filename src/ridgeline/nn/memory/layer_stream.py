@@ -223,13 +223,21 @@ def aligned(size: int, pinned: bool = False) -> Tensor:
     return raw[start : start + size]
 
 
+class Staging:
+    """Pinned memory for reads from disk to a GPU."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = mark_host(aligned(size, pinned=True))
+        self.copied: torch.cuda.Event | None = None
+        """When what was read last is on the device."""
+
+
 @dataclass
 class DeviceBuffer:
     """Device memory for weights that are stored elsewhere."""
 
     buffer: Tensor
-    staging: Tensor | None
-    """Pinned memory for reads from disk to a GPU."""
+    staging: Staging | None
     free: torch.cuda.Event | None = None
     """When the computation with the previous contents has finished."""
 
@@ -240,7 +248,7 @@ def device_buffers(sources: Sequence[Source], count: int, device: torch.device) 
     staged = cuda and any(isinstance(s, FileSource) for s in sources)
     return [
         DeviceBuffer(torch.empty(size, dtype=torch.uint8, device=device) if cuda else aligned(size),
-                     mark_host(aligned(size, pinned=True)) if staged else None)
+                     Staging(size) if staged else None)
         for _ in range(count)
     ]  # fmt: skip
 
@@ -248,7 +256,8 @@ def device_buffers(sources: Sequence[Source], count: int, device: torch.device) 
 def bring(
     source: Source, to: DeviceBuffer, device: torch.device, stream: torch.cuda.Stream | None
 ) -> torch.cuda.Event | None:
-    """Fill a buffer from its source, on a GPU by a copy on ``stream``; returns when the copy is done."""
+    """Fill a buffer from its source, on a GPU by a copy on ``stream``; returns when that is done. The next read into
+    other staging memory need not wait for the copy."""
     if stream is None:
         source.read(to.buffer)
         return None
@@ -256,15 +265,17 @@ def bring(
         host = source.flat
     else:
         assert to.staging is not None
-        source.read(to.staging)
-        host = to.staging
+        if to.staging.copied is not None:
+            to.staging.copied.synchronize()
+        host = to.staging.memory
+        source.read(host)
     with torch.cuda.device(device), torch.cuda.stream(stream):
         if to.free is not None:
             stream.wait_event(to.free)
         to.buffer[: source.size].copy_(host[: source.size], non_blocking=True)
         done: torch.cuda.Event = stream.record_event()
     if to.staging is not None:
-        done.synchronize()  # the next read overwrites it
+        to.staging.copied = done
     return done
 
 
@@ -310,7 +321,8 @@ class LayerStream:
         self._sizes = piece_sizes(self.sources)
         assert self.capacity >= max(self._sizes)
         self.ring = Ring(self.capacity, self.device)
-        self._staging = mark_host(aligned(max(self._sizes), pinned=True)) if files and cuda else None
+        # Two, so that one is read into while the other is copied.
+        self._staging = deque(Staging(max(self._sizes)) if files and cuda else None for _ in range(2))
         self._stream = torch.cuda.Stream(self.device) if cuda else None
         self._freed = torch.cuda.current_stream(self.device).record_event() if cuda else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -371,7 +383,8 @@ class LayerStream:
             piece = self.ring.piece(self._sizes[i])
             if piece is None:
                 return
-            to = DeviceBuffer(piece, self._staging, self._freed)
+            to = DeviceBuffer(piece, self._staging[0], self._freed)
+            self._staging.rotate()
             fetch = partial(bring, self.sources[i], to, self.device, self._stream)
             beside = self._beside(self.sources[i])
             self._pending.append((i, to, self._thread.submit(fetch).result if beside else fetch))
