@@ -49,10 +49,10 @@ def no_waste(rows):
     assert len(rows) > 8
     for r in rows:
         assert r["spilled"] == 0, r
-        assert r["torn"] == 0, r
+        assert r["shared_pairs"] == 0, r
         assert r["instructions"] < LONGEST, r
         assert r["shared"] <= SHARED[r["capability"]], r
-        assert (r["waits"], r["unready"]) == (int(r["early"]), 0), r
+        assert (r["waits"], r["early_accesses"]) == (int(r["early"]), 0), r
         if r["kernel"] in ("_attend", "_attend_few", "_few", "_tiles"):
             assert r["tensor"] > 0, r
             assert r["asynchronous"] > 0, r

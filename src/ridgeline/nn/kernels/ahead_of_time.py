@@ -58,7 +58,7 @@ class Compiled:
     """Products on tensor cores (HMMA, HGMMA, IMMA, UTCMMA and their like)."""
     asynchronous: int
     """Copies to shared memory that no thread waits for (cp.async, bulk copies)."""
-    torn: int = 0
+    shared_pairs: int = 0
     """Pairs of float8 codes that are packed into words and read one by one, too: of the latter ptxas 12.8 lost some."""
     loads: dict[int, int] = field(default_factory=dict)
     """Number of loads from global memory, by their bits."""
@@ -70,7 +70,7 @@ class Compiled:
     """Whether it starts before the kernel before it has ended (programmatic dependent launch)."""
     waits: int = 0
     """Where it waits for that."""
-    unready: int = 0
+    early_accesses: int = 0
     """Accesses to global memory before the first such place."""
     seconds: float = 0.0
     """Processor time of its compilation, the assembler's included."""
@@ -83,7 +83,7 @@ class Compiled:
     def row(self) -> dict[str, Any]:
         """As written to JSON."""
         names = ("kernel", "capability", "warps", "registers", "spilled", "shared", "instructions", "tensor",
-                 "asynchronous", "torn", "loop", "early", "waits", "unready")  # fmt: skip
+                 "asynchronous", "shared_pairs", "loop", "early", "waits", "early_accesses")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "grid": list(self.grid), "loads": {str(bits): n for bits, n in sorted(self.loads.items())},
             "stores": {str(bits): n for bits, n in sorted(self.stores.items())}, "seconds": round(self.seconds, 2),
@@ -165,8 +165,8 @@ def _measured(kernel: Any, name: str, capability: int, grid: Any, seconds: float
     sizes = tuple(grid(kernel.metadata) if callable(grid) else grid)
     return Compiled(
         name, capability, sizes, kernel.metadata.num_warps, int(registers[1]), int(spilled[1]) if spilled else 0,
-        kernel.metadata.shared, seconds=seconds, torn=_torn(kernel.asm["ptx"]), early=kernel.metadata.launch_pdl,
-        **_counted(sass),
+        kernel.metadata.shared, seconds=seconds, shared_pairs=_shared_pairs(kernel.asm["ptx"]),
+        early=kernel.metadata.launch_pdl, **_counted(sass),
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ _CODES = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f\w+\s+(%rs\d+)")
 _PACKED = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}")
 
 
-def _torn(ptx: str) -> int:
+def _shared_pairs(ptx: str) -> int:
     """Pairs of float8 codes that are packed with another pair, and read one by one as well."""
     packed = {pair for both in _PACKED.findall(ptx) for pair in both}
     others = _CODES.sub("", _PACKED.sub("", ptx))
@@ -202,7 +202,7 @@ def _counted(sass: str) -> dict[str, Any]:
         body = [op for at, op, _ in lines if first <= at <= last]
         loops.append(Loop(len(body), sum(bool(_TENSOR.match(op)) for op in body)))
     ops = [op for _, op, _ in lines]
-    unready = ops[: ops.index(_WAIT)] if _WAIT in ops else []
+    before = ops[: ops.index(_WAIT)] if _WAIT in ops else []
     loads: dict[int, int] = {}
     stores: dict[int, int] = {}
     for _, op, _ in lines:
@@ -219,7 +219,7 @@ def _counted(sass: str) -> dict[str, Any]:
         "tensor": sum(bool(_TENSOR.match(op)) for _, op, _ in lines),
         "asynchronous": sum(bool(_ASYNCHRONOUS.match(op)) for _, op, _ in lines),
         "waits": ops.count(_WAIT),
-        "unready": sum(bool(_ACCESS.match(op)) for op in unready),
+        "early_accesses": sum(bool(_ACCESS.match(op)) for op in before),
         "loads": loads,
         "stores": stores,
         "loops": tuple(sorted(loops, key=lambda loop: -loop.instructions)),

@@ -65,7 +65,7 @@ COMPILED = tl.constexpr(isinstance(_scale, JITFunction))
 
 
 @triton.jit
-def apart(scale):
+def opaque(scale):
     """``scale``, to the compiler another number, so that codes made with it share no register with those made before:
     of codes that are stored as words and moved as bytes too, ptxas 12.8 lost every other one."""
     if not COMPILED:
@@ -109,7 +109,7 @@ def _encode_transposed(x, peaks, codes, transposed, scales, rows, columns, count
     at, inside = i[:, None] * columns + j[None, :], (i < rows)[:, None] & (j < columns)[None, :]
     value = tl.load(x + at, inside, other=0.0)
     tl.store(codes + at, _scaled(value, scale, LARGEST).to(codes.dtype.element_ty), inside)
-    code = _scaled(value, apart(scale), LARGEST).to(codes.dtype.element_ty)
+    code = _scaled(value, opaque(scale), LARGEST).to(codes.dtype.element_ty)
     there = (j < columns)[:, None] & (i < rows)[None, :]
     tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(code), there)
 

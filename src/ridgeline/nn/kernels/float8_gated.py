@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
-from ridgeline.nn.kernels.float8 import _power, _scale, _scaled, apart
+from ridgeline.nn.kernels.float8 import _power, _scale, _scaled, opaque
 from ridgeline.nn.kernels.gpu import swiglu_gradients
 from ridgeline.nn.kernels.gpu_norms import magnitudes
 from ridgeline.nn.kernels.peaks import PER_PROCESSOR, GatedGradient, Peaks, Wish, room
@@ -115,7 +115,7 @@ def _encode_gated(dy, x, codes, transposed, inverse, transposed_inverse, first, 
     else:
         part = tl.arange(0, PARTS)
         row = _scale(tl.max(tl.load(first + part, part < count, other=0), 0), LARGEST)
-        left = apart(row)
+        left = opaque(row)
         right = left
         if tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(inverse, 1.0 / row)

@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
-from ridgeline.nn.kernels.early import prefetch, wait
+from ridgeline.nn.kernels.early import wait
 from ridgeline.nn.kernels.paged_decode import EACH, ROWS, STAGES, WARPS, _attend_few, own_keys
+from ridgeline.nn.kernels.paged_rows import changed, rows_and_keys
 from ridgeline.nn.kernels.quick import Quick, blocks, power, quick
 from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.memory.step_pages import Pages
@@ -130,7 +131,7 @@ def _tile(low, high, sums_low, sums_high, peak, total, out_low, out_high, rest_l
         scores = tl.dot(low, tl.trans(keys), input_precision="ieee")
         if KIND == 1:
             scores *= tl.load(k_scale + slot, there, other=0.0).to(tl.float32)[None, :]
-    scores, unit = _changed(scores, n[None, :], length, slope, scale, cap, CAPPED, SLOPES)
+    scores, unit = changed(scores, n[None, :], length, slope, scale, cap, CAPPED, SLOPES)
     if MASKED:
         visible = (n[None, :] <= position[:, None]) & there[None, :]
         if WINDOWED:
@@ -156,22 +157,6 @@ def _tile(low, high, sums_low, sums_high, peak, total, out_low, out_high, rest_l
     return higher, total, out_low, out_high, rest_low, rest_high
 
 
-@triton.jit
-def _changed(scores, n, length, slope, scale, cap, CAPPED: tl.constexpr, SLOPES: tl.constexpr):
-    """Scores with what a model does to them, and by what they are to be multiplied yet."""
-    if CAPPED or SLOPES:
-        scores *= scale
-        if CAPPED:
-            turned = tl.exp(-2.0 * tl.abs(scores) / cap)
-            size = cap * (1.0 - turned) / (1.0 + turned)
-            scores = tl.where(scores < 0, -size, size)
-        if SLOPES:
-            scores += slope[:, None] * (n + 1 - length).to(tl.float32)
-        return scores, 1.4426950408889634
-    else:
-        return scores, scale * 1.4426950408889634
-
-
 @quick
 @triton.jit
 def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, table, lengths, starts, slopes, sinks,
@@ -186,32 +171,13 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
     by half.
     """
     g, s = tl.program_id(1), tl.program_id(2)
-    if EARLY:  # which the weights of a layer have pushed out of the cache since the layer before
-        prefetch(work + tl.program_id(0) * 2)
-        prefetch(lengths)
-        prefetch(starts)
-        prefetch(table)
-    wait(EARLY)
-    b = tl.load(work + tl.program_id(0) * 2)
-    first_row = tl.load(work + tl.program_id(0) * 2 + 1)
-    length, start = tl.load(lengths + b), tl.load(starts + b)
-    count = tl.load(starts + b + 1) - start
+    b, length, start, query, head, mine, position, first, oldest, begin, end = rows_and_keys(
+        work, table, lengths, starts, repeat, window, splits, CHUNKED, ROWS, TILE, LEAST, EARLY
+    )
     WIDTH: tl.constexpr = STORED * 2 if KIND == 2 else STORED
-    rows, wide = first_row + tl.arange(0, ROWS), tl.arange(0, PADDED)
-    query, head = rows // repeat, g * repeat + rows % repeat
-    mine, inside = query < count, wide < STORED
+    wide = tl.arange(0, PADDED)
+    inside = wide < STORED
     both = mine[:, None] & inside[None, :]
-    position = length - count + query
-    # What the first row and the last one see bounds the keys.
-    seen = tl.minimum(length - count + (first_row + ROWS - 1) // repeat, length - 1) + 1
-    seen = tl.where(first_row < count * repeat, seen, 0)
-    least = tl.maximum(0, length - count + first_row // repeat)
-    least = least // window * window if CHUNKED else tl.maximum(0, least + 1 - window)
-    begin = least // TILE * TILE
-    oldest = position // window * window if CHUNKED else position - window + 1
-    part = tl.maximum(tl.cdiv(tl.cdiv(seen - begin, TILE), splits), LEAST) * TILE
-    begin += s * part
-    end = tl.minimum(begin + part, seen)
     place = q + (start + query).to(tl.int64)[:, None] * q_row + head[:, None] * q_head + wide[None, :]
     low = tl.load(place, both, other=0.0)
     high, sums_low, sums_high, out_high, rest_low, rest_high, slope = low, low, low, low, low, low, low  # if not used
@@ -229,7 +195,7 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
         peak = tl.where(s == 0, sink, peak)
         total = tl.where(s == 0, 1.0, total)
     if SLOPES:
-        slope = tl.load(slopes + head, mine, other=0.0)
+        slope = tl.load(slopes + head, mine, other=0.0)[:, None]
     out_low = tl.zeros([ROWS, PADDED], tl.float32)
     base = g.to(tl.int64) * slots
     k += base * STORED
@@ -245,7 +211,7 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
     # Keys that all rows see need no mask, but for the last tiles of prompts and all of windows.
     masked = begin
     if PROMPTS and not WINDOWED:
-        masked = tl.maximum(begin, tl.minimum(end, length - count + first_row // repeat + 1) // TILE * TILE)
+        masked = tl.maximum(begin, tl.minimum(end, first + 1) // TILE * TILE)
         for at in range(begin, masked, TILE):
             peak, total, out_low, out_high, rest_low, rest_high = _tile(
                 low, high, sums_low, sums_high, peak, total, out_low, out_high, rest_low, rest_high, k, k_scale,

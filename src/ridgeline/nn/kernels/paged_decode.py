@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.nn.kernels.early import prefetch, wait
+from ridgeline.nn.kernels.paged_rows import changed, rows_and_keys
 from ridgeline.nn.kernels.quick import quick
 
 WARPS, ROWS = 4, 8
@@ -118,29 +118,10 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
     TILE: tl.constexpr = EACH * WARPS
     WIDTH: tl.constexpr = STORED * 2 if KIND == 2 else STORED
     g, s = tl.program_id(1), tl.program_id(2)
-    if EARLY:  # as of paged_attention
-        prefetch(work + tl.program_id(0) * 2)
-        prefetch(lengths)
-        prefetch(starts)
-        prefetch(table)
-    wait(EARLY)
-    b = tl.load(work + tl.program_id(0) * 2)
-    first_row = tl.load(work + tl.program_id(0) * 2 + 1)
-    length, start = tl.load(lengths + b), tl.load(starts + b)
-    count = tl.load(starts + b + 1) - start
-    rows, wide = first_row + tl.arange(0, ROWS), tl.arange(0, STORED)
-    query, head = rows // repeat, g * repeat + rows % repeat
-    mine = query < count
-    position = length - count + query
-    seen = tl.minimum(length - count + (first_row + ROWS - 1) // repeat, length - 1) + 1
-    seen = tl.where(first_row < count * repeat, seen, 0)
-    least = tl.maximum(0, length - count + first_row // repeat)
-    least = least // window * window if CHUNKED else tl.maximum(0, least + 1 - window)
-    begin = least // TILE * TILE
-    oldest = position // window * window if CHUNKED else position - window + 1
-    part = tl.maximum(tl.cdiv(tl.cdiv(seen - begin, TILE), splits), LEAST) * TILE
-    begin += s * part
-    end = tl.minimum(begin + part, seen)
+    b, length, start, query, head, mine, position, _, oldest, begin, end = rows_and_keys(
+        work, table, lengths, starts, repeat, window, splits, CHUNKED, ROWS, TILE, LEAST, EARLY
+    )
+    wide = tl.arange(0, STORED)
     place = q + (start + query).to(tl.int64)[None, :] * q_row + head[None, :] * q_head + wide[:, None]
     low = tl.load(place, mine[None, :], other=0.0)
     dtype: tl.constexpr = low.dtype
@@ -167,8 +148,9 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
         only = (warp == 0)[:, None] & (s == 0)
         peak = tl.where(only, sink[None, :], peak)
         total = tl.where(only, 1.0, total)
+    slope = 0.0
     if SLOPES:
-        slope = tl.load(slopes + head, mine, other=0.0)
+        slope = tl.load(slopes + head, mine, other=0.0)[None, None, :]
     out_low = tl.zeros([WARPS, STORED, ROWS], tl.float32)
     base = g.to(tl.int64) * slots
     k += base * STORED
@@ -195,17 +177,7 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
             others = tl.dot(_numbers(codes, KIND, 1, key_dtype, True, ASSEMBLY), highs, input_precision="ieee")
             by = _half_of(words, 1)[:, :, None]
             scores += others * by + sums_high * (_half_of(leasts, 1)[:, :, None] - TOP * by)
-        if CAPPED or SLOPES:
-            scores *= scale
-            if CAPPED:
-                turned = tl.exp(-2.0 * tl.abs(scores) / cap)
-                size = cap * (1.0 - turned) / (1.0 + turned)
-                scores = tl.where(scores < 0, -size, size)
-            if SLOPES:
-                scores += slope[None, None, :] * (n + 1 - length)[:, :, None].to(tl.float32)
-            unit = 1.4426950408889634
-        else:
-            unit = scale * 1.4426950408889634
+        scores, unit = changed(scores, n[:, :, None], length, slope, scale, cap, CAPPED, SLOPES)
         visible = n[:, :, None] <= tl.minimum(position, end - 1)[None, None, :]
         if WINDOWED:
             visible = visible & (n[:, :, None] >= oldest[None, None, :])
