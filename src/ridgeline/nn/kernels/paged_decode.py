@@ -232,7 +232,9 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
 
 def own_keys(rows: int, kind: str, stored: int, width: int, group: int, slots: int) -> bool:
     """Whether :func:`_attend_few` computes it, and does so faster: few rows, stored rows of a power of two that
-    registers hold; scales as words of two."""
+    registers hold; scales as words of two. ``rows``: query heads of a key head's new tokens; ``kind`` of the pool;
+    ``stored``: numbers or bytes of a stored row, of a head with ``width`` numbers, of which ``group`` share a scale;
+    ``slots``: tokens that the pool holds."""
     if kind not in OWN or rows > ROWS or stored & (stored - 1) or not 16 <= stored <= 128:
         return False
     return slots % 2 == 0 if kind == "int8" else width == 2 * group if kind == "int4" else True

@@ -42,7 +42,8 @@ class _Segment:
 
 def streamed_seconds(g: Graph, cluster: Cluster) -> float:
     """Seconds of a forward pass in the steady state of one after the other, with what it waits for, the weights that
-    arrive, and what is moved beside parts of layers (``behind`` empty, weights and module)."""
+    arrive, and what is moved beside parts of layers (``behind`` empty, weights and module). ``g``: a pass's operators,
+    with the bytes of the ring as its ``weight_buffers``."""
     known = [_segments(b, cluster, g.accumulation * g.passes) for b in g.blocks]
     order = [s for i, n in alternate(g.blocks) for _ in range(n) for s in known[i]]
     return _Pass(order, g.weight_buffers).seconds()
