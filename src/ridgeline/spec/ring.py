@@ -13,8 +13,8 @@ class RingSpace:
         self._held: deque[tuple[float, float]] = deque()
 
     def take(self, size: float) -> float | None:
-        """The first byte of a piece of ``size`` bytes behind the last one; None while there is no room in one piece, for
-        ever if it is larger than all."""
+        """The first byte of a piece of ``size`` bytes behind the last one; None while there is no room in one piece
+        (for ever if it is larger than all)."""
         start, limit = 0.0, self.size
         if self._held:
             first, (last, length) = self._held[0][0], self._held[-1]
