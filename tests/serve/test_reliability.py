@@ -45,6 +45,24 @@ def opened(server, body, path="/v1/completions"):
     return s
 
 
+class Held:
+    """Lets the engine take no step before it is left; the real step comes back afterwards."""
+
+    def __init__(self, engine):
+        self.engine, self.real, self.free = engine, engine.step, threading.Event()
+
+    def __enter__(self):
+        def step():
+            self.free.wait()
+            return self.real()
+
+        self.engine.step = step
+
+    def __exit__(self, *failure):
+        self.engine.step = self.real
+        self.free.set()
+
+
 class Slow:
     """Makes each of the engine's steps last; entered with the real step afterwards."""
 
@@ -254,8 +272,10 @@ def test_a_small_pool_preempts_and_all_say_what_they_say_alone(folder):
             together[i] = json.loads(call(server, "/v1/completions", bodies[i])[2])["choices"][0]["text"]
 
         threads = [threading.Thread(target=one, args=(i,)) for i in range(6)]
-        for t in threads:
-            t.start()
+        with Held(server.engine):  # or a fast engine has answered the first before the last arrives
+            for t in threads:
+                t.start()
+            server.wait(lambda: server.loop.queued[0] == 6)
         for t in threads:
             t.join()
         assert [together[i] for i in range(6)] == alone
