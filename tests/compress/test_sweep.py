@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ridgeline.runtime.solve.grid import Affine, TernaryGrid, nearest
+from ridgeline.runtime.solve.statistics import Gram
 from ridgeline.runtime.solve.support import NM, Given, Unstructured
 from ridgeline.runtime.solve.sweep import relative_error, sweep, sweep_stack
 from ridgeline.techniques.quantization.quantease_torch import descend
@@ -219,3 +220,15 @@ def test_groups_of_columns_side_by_side():
         assert (found.weight != sweep(weight, gram, Affine(3, 16).fit(weight)).weight).float().mean() < 1e-3
     with pytest.raises(AssertionError):
         sweep_stack(weights, grams, fitted, act_order=True)
+
+
+@pytest.mark.parametrize("width", [1, 130, 600])
+def test_second_moments(width):
+    """Of rows that come in chunks of any size, though only blocks up to the diagonal are summed."""
+    rows = torch.randn(150, width, generator=torch.Generator().manual_seed(0))
+    gram = Gram(width)
+    for chunk in (rows[:100].view(2, 50, width), rows[100:100], rows[100:].bfloat16()):
+        gram.add(chunk)
+    seen = torch.cat((rows[:100], rows[100:].bfloat16().float())).double()
+    torch.testing.assert_close(gram.value.double(), 2 / 150 * seen.T @ seen, rtol=1e-5, atol=1e-5)
+    assert torch.equal(gram.value, gram.value.T)

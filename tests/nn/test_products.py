@@ -1,4 +1,5 @@
-"""Products in fp32 by oneDNN are those of ``F.linear``, and what they do not suit is computed as before."""
+"""Products in fp32 by oneDNN, and those in 16 bits that are computed in fp32, are those of ``F.linear``; what they do
+not suit is computed as before."""
 
 import copy
 import gc
@@ -242,3 +243,80 @@ def test_a_model_computes_the_same_either_way(onednn_calls, monkeypatch, name):
     peak = max(float(g.abs().max()) for g in found[1][1].values())  # keys' biases have gradients of rounding alone
     for n, grad in found[0][1].items():
         torch.testing.assert_close(grad, found[1][1][n], rtol=1e-4, atol=1e-5 * peak, msg=n)
+
+
+# ---- 16 bits, multiplied in fp32 ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def widened_rows(monkeypatch):
+    """Rows of the products that were computed in fp32, as on a CPU where that is faster."""
+    monkeypatch.setattr(products, "widened", lambda: frozenset({torch.bfloat16}))
+    rows, plain = [], products._wide_product
+
+    def count(x, weight, bias):
+        rows.append(x.numel() // x.shape[-1])
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(products, "_wide_product", count)
+    return rows
+
+
+@pytest.mark.parametrize("shape", [(70, 24), (2, 40, 24)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("part", [1, 5 * 24, 1 << 20])
+def test_one_rounding_of_products_in_fp32(widened_rows, monkeypatch, shape, transposed, biased, part):
+    monkeypatch.setattr(products, "PART", part)
+    x, w, b = (t.bfloat16() for t in leaves(shape, (24, 16) if transposed else (16, 24), (16,)))
+    w, b = w.t() if transposed else w, b if biased else None
+    y = products.linear(x, w, b)
+    exact = F.linear(x.double(), w.double(), None if b is None else b.double())
+    assert y.dtype is torch.bfloat16
+    assert y.shape == exact.shape
+    # half of the last place of 8 bits, and what sums in fp32 of numbers of this size may be off
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-5)
+    assert widened_rows == [x.numel() // 24]
+
+
+def test_what_is_not_multiplied_in_fp32(widened_rows):
+    few, many, w = torch.randn(8, 24).bfloat16(), torch.randn(70, 24).bfloat16(), torch.randn(16, 24).bfloat16()
+    for x, weight in [(few, w), (many.half(), w.half()), (many.float(), w.float())]:
+        assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+    trained = w.clone().requires_grad_()
+    products.linear(many, trained).float().sum().backward()
+    assert trained.grad is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        products.linear(many, w)
+    with pytest.raises(RuntimeError, match="dtype"):
+        products.linear(many, w.float())
+    with FlopCounterMode(display=False) as counted:
+        products.linear(many, w)
+    assert counted.get_total_flops() == 2 * 70 * w.numel()
+    assert not widened_rows
+    with torch.no_grad():
+        products.linear(many, trained)
+    assert widened_rows == [70]
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="fp32 is multiplied by MKL")
+@pytest.mark.parametrize(
+    ("maker", "flags", "limit", "slow"),
+    [
+        ("GenuineIntel", "avx2", "", {BF16, FP16}),
+        ("GenuineIntel", "avx2 avx512_bf16 avx512_fp16", "", {BF16}),
+        ("GenuineIntel", "avx2 avx512_bf16 avx512_fp16 amx_bf16", "", set()),
+        ("GenuineIntel", "avx2 avx512_bf16 avx512_fp16 amx_bf16", "AVX512_CORE_FP16", {BF16}),
+        ("GenuineIntel", "avx2 avx512_bf16 avx512_fp16 amx_bf16", "AVX2", {BF16, FP16}),
+        ("AuthenticAMD", "avx2 avx512_bf16", "", {FP16}),
+        ("AuthenticAMD", "avx2 avx512_bf16", "AVX512_CORE_VNNI", {BF16, FP16}),
+    ],
+)
+def test_which_dtypes_have_fast_units(monkeypatch, maker, flags, limit, slow):
+    monkeypatch.setattr(products, "_told", {"vendor_id": maker, "flags": flags}.get)
+    monkeypatch.setattr(products.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit or "ALL")
+    assert products.widened.__wrapped__() == slow

@@ -105,6 +105,11 @@ class Hidden:
             self.data = flat.view(self.shape)
         self.step = max(1, self.CHUNK // seq)
 
+    @property
+    def rows(self) -> int:
+        """Tokens of all windows."""
+        return self.shape[0] * self.shape[1]
+
     def chunks(self) -> Iterator[Tensor]:
         """Views of some windows each; nothing if there are no windows."""
         if len(self.data):

@@ -232,18 +232,33 @@ class Walker:
         mlp = block.mlp
         assert isinstance(mlp, MLP)
         read = _same if block.post_norm else block.attention_norm if block.shared_norm else block.mlp_norm
-        self._dense(f"{prefix}.mlp", mlp, lambda: (read(x) for x in hidden.chunks()), peaks)
-        for x in hidden.chunks():
-            x += block.mlp_update(mlp(read(x)))
+        outs = self._dense(f"{prefix}.mlp", mlp, lambda: (read(x) for x in hidden.chunks()), peaks, hidden.rows)
+        for x, out in zip(hidden.chunks(), outs, strict=True):
+            x += block.mlp_update(out)
             if block.post_norm:
                 x.copy_(block.mlp_norm(x))
 
     def _dense(
-        self, prefix: str, mlp: MLP, inputs: Callable[[], Iterator[Tensor]], peaks: dict[str, Tensor]
-    ) -> None:  # fmt: skip
+        self, prefix: str, mlp: MLP, inputs: Callable[[], Iterator[Tensor]], peaks: dict[str, Tensor], rows: int
+    ) -> Iterator[Tensor]:
+        """Compress a layer that reads ``rows`` rows in all; yields its outputs for each of ``inputs``."""
         names = ("up_proj",) if mlp.gate_proj is None else ("gate_proj", "up_proj")
         self._site(f"{prefix}.up", mlp, names, peaks, inputs())
-        self._site(f"{prefix}.down", mlp, ("down_proj",), peaks, (mlp.expand(mlp, x) for x in inputs()))
+        kept: list[Tensor] = []
+        fits = 4 * rows * mlp.down_proj.in_features <= Hidden.IN_MEMORY
+
+        def expanded() -> Iterator[Tensor]:
+            for x in inputs():
+                y = mlp.expand(mlp, x)
+                if fits:
+                    kept.append(y)
+                yield y
+
+        self._site(f"{prefix}.down", mlp, ("down_proj",), peaks, expanded())
+        if not kept:  # no step wanted to see them, or they are too many
+            yield from (mlp(x) for x in inputs())
+        while kept:
+            yield mlp.down_proj(kept.pop(0))
 
     def _experts(self, prefix: str, block: TransformerBlock, hidden: Hidden, expert: ReadExpert) -> None:
         """Each expert sees only the tokens that the router sends to it. In memory are the weights of one, or of as many
@@ -277,9 +292,9 @@ class Walker:
             for own, x, place in zip(owns, inner, places, strict=True):
                 self._add(hidden, block.mlp_update(own["down_proj"](x)), None if moe.on_input else routed, place)
         if moe.shared is not None:
-            self._dense(f"{prefix}.mlp.shared", moe.shared, lambda: iter(normed), {})
-            for x, rows in zip(hidden.chunks(), normed, strict=True):
-                x += block.mlp_update(moe.shared(rows)).view_as(x)
+            outs = self._dense(f"{prefix}.mlp.shared", moe.shared, lambda: iter(normed), {}, hidden.rows)
+            for x, out in zip(hidden.chunks(), outs, strict=True):
+                x += block.mlp_update(out).view_as(x)
 
     def _at_once(self, hidden: int, inner: int, matrices: int) -> int:
         """Number of experts that all steps can process together."""

@@ -27,7 +27,7 @@ from ridgeline.measure.probing.gpu_operators import operator_rows
 from ridgeline.measure.probing.probe_serving import serving_costs
 from ridgeline.measure.probing.probe_timer import CACHE_BYTES, Timer, Work, affine, rate, steady
 from ridgeline.measure.probing.references import reference_decode, reference_step
-from ridgeline.nn.kernels.products import choose_products, linear
+from ridgeline.nn.kernels.products import choose_products, linear, widened
 from ridgeline.nn.model.attention import BACKENDS, Mask
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.nn.model.mlp import gated
@@ -114,7 +114,7 @@ def _operators(
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for name, dtype in dtypes.items():
         report({"stage": f"matrix products {name}"})
-        rates.update(_gemm(timer, device, name, dtype, peaks))
+        rates.update(_gemm(timer, device, name, dtype, peaks, inference))
     if device.type == "cpu" and inference:
         report({"stage": "products with few rows or quantized weights"})
         rates.update(_low(timer, dtypes))
@@ -127,12 +127,14 @@ def _operators(
 
 
 def _gemm(
-    timer: Timer, device: torch.device, name: str, dtype: torch.dtype, peaks: dict[str, float]
+    timer: Timer, device: torch.device, name: str, dtype: torch.dtype, peaks: dict[str, float], inference: bool
 ) -> dict[str, dict[str, Any]]:
+    """``inference``: also without autograd, where those products are computed in another way."""
     shapes = [(8, 8, 8), (512, 128, 128), (1024, 256, 256), (1024, 704, 256), (1024, 256, 704), (1024, 2048, 256),
               (1024, 1024, 1024)]  # fmt: skip
     forward: list[tuple[float, float, float]] = []
     backward: list[tuple[float, float, float]] = []
+    bare: list[tuple[float, float, float]] = []
     best = took = 0.0
     for m, n, k in shapes:
         w = _linear(device, dtype, name, m, n, k)
@@ -142,11 +144,14 @@ def _gemm(
         took = (f + b) / w.flops
         forward.append((w.flops, 0.0, f))
         backward.append((w.flops, 0.0, b / 2))
+        if inference and device.type == "cpu" and dtype in widened():
+            bare.append((w.flops, 0.0, timer.inference(w)))
         best = max(best, w.flops / f, 2 * w.flops / b)
     peaks[name] = best
     # Fit on training-sized products only: the largest shows the peak, but small models live below it.
     fitted = slice(len(shapes) - 1)
-    return {f"gemm.forward.{name}": rate(forward[fitted]), f"gemm.backward.{name}": rate(backward[fitted])}
+    rates = {f"gemm.forward.{name}": rate(forward[fitted]), f"gemm.backward.{name}": rate(backward[fitted])}
+    return rates | ({f"gemm.inference.{name}": rate(bare[fitted])} if bare else {})
 
 
 def _linear(device: torch.device, dtype: torch.dtype, name: str, m: int, n: int, k: int) -> Work:
