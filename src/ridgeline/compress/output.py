@@ -20,7 +20,7 @@ from torch import Tensor
 from ridgeline.nn.checkpoint.files import INDEX, SINGLE
 from ridgeline.nn.checkpoint.formats import Format
 from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
-from ridgeline.nn.checkpoint.hf_names import NamePair, joined, links
+from ridgeline.nn.checkpoint.hf_names import NamePair, joined, links_by_part
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.runtime.compress_build import LinearLayer
@@ -176,10 +176,8 @@ def their_tensors(
     Raises :class:`UserError` for layers that the format cannot hold.
     """
     pieces: dict[str, list[NamePair]] = defaultdict(list)
-    for link in links(spec):
-        name = link.ours
-        if (".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]) == block:
-            pieces[link.theirs].append(link)
+    for link in links_by_part(spec).get(block, ()):
+        pieces[link.theirs].append(link)
     tensors: dict[str, Tensor] = {}
     stored: dict[str, Any] = {}
     for theirs, group in pieces.items():

@@ -17,7 +17,7 @@ from ridgeline.jobs.job import Progress
 from ridgeline.nn.checkpoint.checkpoint import Reader
 from ridgeline.nn.checkpoint.formats import Format
 from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
-from ridgeline.nn.checkpoint.hf_names import links
+from ridgeline.nn.checkpoint.hf_names import links_by_part
 from ridgeline.nn.model.init import assign
 from ridgeline.nn.model.transformer import Transformer, TransformerBlock
 from ridgeline.nn.quant.activation_quant import InputCode
@@ -155,5 +155,5 @@ def _named(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 def _module_names(spec: ModelSpec, block: str) -> dict[str, str]:
     """Module name in the hub's files → the driver's, of one block's linear layers."""
-    return {link.theirs.removesuffix(".weight"): layer_of(link) for link in links(spec)
-            if link.ours.startswith(f"{block}.") and "_proj" in link.ours}  # fmt: skip
+    return {link.theirs.removesuffix(".weight"): layer_of(link) for link in links_by_part(spec).get(block, ())
+            if "_proj" in link.ours}  # fmt: skip

@@ -6,7 +6,9 @@ The families' own names are in :mod:`ridgeline.spec.families`.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -75,6 +77,16 @@ def links(spec: ModelSpec) -> Iterator[NamePair]:
         kind = family.leaves.get(kind, kind)
         transpose = family.transposed and kind == "weight" and "_norm" not in module
         yield NamePair(ours, f"{prefix}.{modules[module]}.{kind}", part=family.part(spec, module), transpose=transpose)
+
+
+@lru_cache(maxsize=2)
+def links_by_part(spec: ModelSpec) -> dict[str, list[NamePair]]:
+    """:func:`links` of each layer (``layers.3``) and of what is outside them (``embed``, ``norm``, ``head``)."""
+    parts: dict[str, list[NamePair]] = defaultdict(list)
+    for link in links(spec):
+        names = link.ours.split(".")
+        parts[".".join(names[:2]) if names[0] == "layers" else names[0]].append(link)
+    return dict(parts)
 
 
 def whole_shape(link: NamePair, shape: tuple[int, ...]) -> tuple[int, ...]:

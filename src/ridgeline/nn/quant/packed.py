@@ -116,13 +116,28 @@ class Packed:
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [rows, n] → int32 [rows, ceil(n·bits / 32)]: dense, little-endian along the row, across words."""
     if 8 % bits:
-        spread = (codes.unsqueeze(-1) >> torch.arange(bits, device=codes.device, dtype=torch.uint8)) & 1
-        codes, bits = spread.flatten(1), 1
+        return _packed_eights(codes, bits)
     short = -codes.shape[1] % (32 // bits)
     parts = torch.nn.functional.pad(codes, (0, short)) if short else codes
     while bits < 8:  # neighbors are combined into one code of twice the bits
         parts, bits = parts[:, 1::2].bitwise_left_shift(bits).bitwise_or_(parts[:, ::2]), 2 * bits
     return parts.reshape(-1).view(torch.int32).view(len(codes), -1)
+
+
+def _packed_eights(codes: Tensor, bits: int) -> Tensor:
+    """:func:`pack_bits` of codes that no byte holds evenly: eight of them fill ``bits`` bytes."""
+    rows, n = codes.shape
+    parts, size = torch.nn.functional.pad(codes, (0, -n % 8)), bits
+    for _ in range(3):
+        size *= 2
+        if size > 8 * parts.element_size():
+            parts = parts.to({2: torch.int16, 4: torch.int32, 8: torch.int64}[2 * parts.element_size()])
+        parts = parts[:, 1::2].bitwise_left_shift(size // 2).bitwise_or_(parts[:, ::2])
+    held = parts.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(1)
+    words = torch.zeros(rows, 4 * -(-n * bits // 32), dtype=torch.uint8, device=codes.device)
+    filled = min(held.shape[1], words.shape[1])
+    words[:, :filled] = held[:, :filled]  # what is left out belongs to the padding
+    return words.view(torch.int32)
 
 
 def unpack_bits(words: Tensor, bits: int, n: int) -> Tensor:
