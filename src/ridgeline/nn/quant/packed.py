@@ -127,17 +127,15 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 def _packed_eights(codes: Tensor, bits: int) -> Tensor:
     """:func:`pack_bits` of codes that no byte holds evenly: eight of them fill ``bits`` bytes."""
     rows, n = codes.shape
-    parts, size = torch.nn.functional.pad(codes, (0, -n % 8)), bits
-    for _ in range(3):
-        size *= 2
-        if size > 8 * parts.element_size():
-            parts = parts.to({2: torch.int16, 4: torch.int32, 8: torch.int64}[2 * parts.element_size()])
-        parts = parts[:, 1::2].bitwise_left_shift(size // 2).bitwise_or_(parts[:, ::2])
-    held = parts.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(1)
-    words = torch.zeros(rows, 4 * -(-n * bits // 32), dtype=torch.uint8, device=codes.device)
-    filled = min(held.shape[1], words.shape[1])
-    words[:, :filled] = held[:, :filled]  # what is left out belongs to the padding
-    return words.view(torch.int32)
+    whole = torch.nn.functional.pad(codes, (0, -n % 8)) if n % 8 else codes.contiguous()
+    eights, lane, size = whole.view(torch.int64), 8, bits
+    while lane < 64:  # of two neighbors, the upper moves down to the lower
+        low = sum(((1 << size) - 1) << at for at in range(0, 64, 2 * lane))
+        upper = eights.bitwise_right_shift(lane - size).bitwise_and_(low << size)
+        eights, lane, size = eights.bitwise_and(low).bitwise_or_(upper), 2 * lane, 2 * size
+    held = eights.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(1)
+    short = 4 * -(-n * bits // 32) - held.shape[1]  # below 0: of the padding
+    return (torch.nn.functional.pad(held, (0, short)) if short else held).contiguous().view(torch.int32)
 
 
 def unpack_bits(words: Tensor, bits: int, n: int) -> Tensor:
