@@ -135,7 +135,8 @@ def _packed_eights(codes: Tensor, bits: int) -> Tensor:
         eights, lane, size = eights.bitwise_and(low).bitwise_or_(upper), 2 * lane, 2 * size
     held = eights.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(1)
     short = 4 * -(-n * bits // 32) - held.shape[1]  # below 0: of the padding
-    return (torch.nn.functional.pad(held, (0, short)) if short else held).contiguous().view(torch.int32)
+    held = torch.nn.functional.pad(held, (0, short)) if short else held
+    return held.reshape(-1).view(torch.int32).view(rows, -1)
 
 
 def unpack_bits(words: Tensor, bits: int, n: int) -> Tensor:
