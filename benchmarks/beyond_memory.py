@@ -9,6 +9,8 @@ Parts:
     large   some of these with a model three times as large
     flexgen the policy that is settled for a batch against others drawn at random and against ZeRO-Inference with the
             largest batch that fits, all within the same device and host memory: measured and predicted
+    slow    the settled policy and ZeRO-Inference once more from a disk that is held to SLOW bytes per second, on which
+            two cores wait for a byte about as a GPU does for an NVMe disk. Needs root and cgroup v1
     parts   flexgen with the weights on the device and the cache in host memory, in 2 to 32 parts: a step and the
             prefill, measured and predicted, with the probe's rates of products with few rows and with those that the
             model's own layers have in the same minute
@@ -41,7 +43,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,8 @@ LARGE = MODEL.changed(name="beyond-large", hidden_size=2048, num_layers=12, num_
                       intermediate_size=5632)  # fmt: skip
 WIDE = catalog.model("opt-1.3b").changed(name="beyond-opt", vocab_size=2048, num_layers=6, max_positions=256)
 BATCHES = (1, 8, 32, 128)
+SLOW = 50_000_000
+"""Bytes per second of a slow disk: some 5000 operations of two cores for each; FlexGen's T4 has 30 000 at 2 GB/s."""
 _REQUEST = 48 << 20
 """Bytes of a read, as of a layer."""
 SHARED, OWN = 4096, 64
@@ -170,7 +175,24 @@ def tiers(checkpoint: str, rounds: int, plans: Sequence[str], batches: Sequence[
     return {"layers_bytes": layers, "rows": rows}
 
 
-def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
+@contextmanager
+def slow_disk(checkpoint: str) -> Iterator[None]:
+    """Hold this process to reading SLOW bytes per second of the disk that has the checkpoint."""
+    number = Path(checkpoint).stat().st_dev
+    disk = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    disk = disk.parent if (disk / "partition").exists() else disk
+    group = Path("/sys/fs/cgroup/blkio/ridgeline-benchmark")
+    group.mkdir(exist_ok=True)
+    (group / "blkio.throttle.read_bps_device").write_text(f"{(disk / 'dev').read_text().strip()} {SLOW}")
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+def flexgen(checkpoint: str, rounds: int, others: int = 20) -> dict[str, Any]:
     """Policies within a device of a quarter, and a host of half, of the weights."""
     size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
     local = catalog.cluster("local")
@@ -182,7 +204,7 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     batch = 128
     draw = random.Random(0)
     plans = {"flexgen": (["flash_attention", "flexgen"], batch)}
-    while len(plans) < 21:
+    while len(plans) <= others:
         wd, wh, ad = draw.randint(0, 12), draw.randint(0, 40), draw.randint(0, 100)
         shares = (f"weights_device={wd},weights_host={wh},cache_device=0,cache_host={draw.randint(0, 45 - wh)},"
                   f"activations_device={ad},activations_host={draw.randint(0, 100 - ad)}")  # fmt: skip
@@ -368,7 +390,7 @@ def main() -> None:
     """Run the parts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="tiers,flexgen,parts,prefix,large,peers,many")
+    parser.add_argument("--only", default="tiers,flexgen,slow,parts,prefix,large,peers,many")
     parser.add_argument("--llama-cpp", default="", help="Python that has llama-cpp-python")
     parser.add_argument("--deepspeed", default="", help="Python that has deepspeed and transformers")
     parser.add_argument("--flexgen", default="", help="Python that has FMInference's flexgen")
@@ -395,6 +417,9 @@ def main() -> None:
             out["prefix"] = prefix(long, args.rounds, str(Path(where) / "blocks"))
         if "flexgen" in args.only:
             out["flexgen"] = flexgen(checkpoint, args.rounds)
+        if "slow" in args.only:
+            with slow_disk(checkpoint):
+                out["flexgen_slow_disk"] = flexgen(checkpoint, 1, others=0)
         if "large" in args.only or "peers" in args.only:
             shutil.rmtree(checkpoint)
             save_checkpoint(build(LARGE, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=5e8)
