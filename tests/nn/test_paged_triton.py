@@ -1,5 +1,7 @@
 """Paged attention in Triton (its interpreter, where there is no GPU), against attention over gathered keys."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.nn.interpreter import DEVICE
@@ -105,6 +107,24 @@ def test_few_rows_over_codes(window, changed):
     there = changes and changes._replace(sinks=None if changes.sinks is None else sinks.to(DEVICE))
     got = paged_attention(q.to(DEVICE), *stores, pages, window, there).cpu()
     torch.testing.assert_close(got.double(), expected(q, held, table, 16, window, changes), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("", 0), ("", -70), ("int8", 0), ("int4", 70)])
+def test_items_of_an_empty_sequence_change_nothing(kind, window):
+    """As captured steps have them that have room for more: their programs write nothing."""
+    q, stores, held, table, pages = step(4, 1, 128, 16, kind)
+    empty, rows = len(LENGTHS) + 1, torch.tensor([0, 0], dtype=torch.int32)
+    starts = torch.cat([pages.starts.cpu(), pages.starts.cpu()[-1:], pages.starts.cpu()[-1:]])
+    more = [replace(w, items=torch.cat([w.items.cpu(), torch.tensor([[empty, 0]] * 5).int()]).to(DEVICE))
+            for w in pages.work]  # fmt: skip
+    assert {w.split for w in more} == {True, False}
+    wider = replace(pages, table=torch.cat([pages.table, pages.table[:2] * 0]), starts=starts.to(DEVICE),
+                    lengths=torch.cat([pages.lengths, rows.to(DEVICE)]), work=tuple(more))  # fmt: skip
+    spare = torch.full((3, *q.shape[1:]), 7.0)  # rows behind those of all sequences
+    q = torch.cat([q, spare]).to(DEVICE)
+    got = paged_attention(q, *stores, wider, window).cpu()
+    want = expected(q.cpu()[:-3], held, table, 16, window)
+    torch.testing.assert_close(got.double()[:-3], want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["", "int4", "fp8"])

@@ -174,6 +174,9 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
     b, length, start, query, head, mine, position, first, oldest, begin, end = rows_and_keys(
         work, table, lengths, starts, repeat, window, splits, CHUNKED, ROWS, TILE, LEAST, EARLY
     )
+    if not SPLIT:
+        if begin >= end:  # of an empty sequence, which captured steps have in place of prompts that are not there
+            return
     WIDTH: tl.constexpr = STORED * 2 if KIND == 2 else STORED
     wide = tl.arange(0, PADDED)
     inside = wide < STORED
