@@ -157,8 +157,8 @@ def test_an_overloaded_engine_queues():
     ("llama3.1-8b", 257, [(300, 0)], False), ("deepseek-v2-lite", 1, [(300, 0)], False),
 ])  # fmt: skip
 def test_the_own_engine_dispatches_what_it_does_not_capture(model, sequences, prompts, captured):
-    """Steps of more than 256 decoding sequences, of more than 2048 tokens, of more prompts than there is room for, or of
-    latent attention are launched operator by operator: on a slow host they take at least its time."""
+    """Steps of more than 256 decoding sequences, of more than 2048 tokens, of more prompts than there is room for, or
+    of latent attention are launched operator by operator: on a slow host they take at least its time."""
     workload = {"kind": "serve", "concurrency": 1, "requests": 1, "engine": OWN, "max_num_batched_tokens": 8192}
     e, techniques = resolve(experiments.make(model, "h100-sxm", workload, default_plan("serve")))
     slow = replace(find_engine(OWN, e.cluster.device), dispatch_s=1e-3, iteration_s=0.0, sequence_s=0.0)

@@ -174,7 +174,7 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
     b, length, start, query, head, mine, position, first, oldest, begin, end = rows_and_keys(
         work, table, lengths, starts, repeat, window, splits, CHUNKED, ROWS, TILE, LEAST, EARLY
     )
-    if not SPLIT:
+    if not SPLIT:  # noqa: SIM102 - which is known when it is compiled
         if begin >= end:  # of an empty sequence, which captured steps have in place of prompts that are not there
             return
     WIDTH: tl.constexpr = STORED * 2 if KIND == 2 else STORED

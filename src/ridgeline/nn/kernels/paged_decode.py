@@ -121,7 +121,7 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
     b, length, start, query, head, mine, position, _, oldest, begin, end = rows_and_keys(
         work, table, lengths, starts, repeat, window, splits, CHUNKED, ROWS, TILE, LEAST, EARLY
     )
-    if not SPLIT:
+    if not SPLIT:  # noqa: SIM102
         if begin >= end:  # of an empty sequence
             return
     wide = tl.arange(0, STORED)

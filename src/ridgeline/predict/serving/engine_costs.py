@@ -215,8 +215,8 @@ ENGINES: dict[str, EngineCosts] = {
             max_num_seqs=256, max_num_batched_tokens=2048, chunked=False, overlap=True, expand_share=1.0,
             one_shot=False,
             source="one H100 (benchmarks/results/gpu_h100): uncaptured steps of Llama 3.2 1B and prompts of 3.1 8B give"
-            " dispatch_s, captured decode steps iteration_s and a bound for sequence_s; that captured prompts take these,"
-            " too, and what requests take is assumed. `ridgeline probe` measures all of them on a CPU",
+            " dispatch_s, captured decode steps iteration_s and a bound for sequence_s; what requests take, and that"
+            " captured prompts cost the host the same, is assumed. `ridgeline probe` measures all of them on a CPU",
             fitted_on=("h100-sxm",),
         ),
     )
