@@ -173,7 +173,7 @@ def _capture(runner: Runner, graphs: StepGraphs) -> None:
     try:
         graphs.warm_up()
     except RuntimeError as e:
-        warnings.warn(f"decode steps run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
+        warnings.warn(f"steps run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
     else:
         runner.graphs = graphs
 
