@@ -41,7 +41,7 @@ BUDGETS = {
     "train moe": ("mixtral-tiny", LOW, {"step": 250}),
     "serve": ("llama-mini", [], {"prefill": (19, 24), "decode": (17, 24)}),
     "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": (19, 24), "decode": (17, 24)}),
-    "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"prefill": (19, 32), "decode": (17, 39)}),
+    "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"prefill": (19, 32), "decode": (17, 25)}),
     "serve fp8": ("llama-mini", ["fp8"], {"prefill": (19, 48), "decode": (17, 48)}),
     "serve moe": ("mixtral-tiny", [], {"prefill": (19, 64), "decode": (17, 64)}),
 }
