@@ -74,6 +74,9 @@ class Recorder(TorchDispatchMode):
                 place.copy_(t)
 
 
+CAPTURE = Recorder if DEVICE.type == "cpu" else CudaCapture
+
+
 def reference(q, keys, values, pages, window=0, changes=None):
     """Attention over all slots of each sequence's table, without looking at any number on the host."""
     slots = (pages.table.long()[:, :, None] * pages.block + torch.arange(pages.block, device=q.device)).flatten(1)
@@ -107,8 +110,7 @@ def made(monkeypatch):
         if DEVICE.type == "cpu":
             runner.layout.whole = reference
         if graphs:
-            recorder = Recorder() if DEVICE.type == "cpu" else CudaCapture()
-            runner.graphs = StepGraphs(runner, BLOCKS, LIMITS, 96, recorder, drafts)
+            runner.graphs = StepGraphs(runner, BLOCKS, LIMITS, 96, CAPTURE, drafts)
             runner.graphs.warm_up()
         return Engine(runner, Blocks(BLOCKS, SIZE, True), Sampler(frozenset()), LIMITS, 96)
 
@@ -127,7 +129,7 @@ def test_what_a_replay_reads_stays_in_memory(made):
         return (lambda: None), out
 
     runner = made("llama-mini", graphs=False).runner
-    runner.graphs = StepGraphs(runner, BLOCKS, LIMITS, 96, capture)
+    runner.graphs = StepGraphs(runner, BLOCKS, LIMITS, 96, lambda: capture)
     runner.graphs.warm_up()
     runner.layout.pages = runner.layout.slots = None
     gc.collect()
@@ -269,7 +271,7 @@ def test_only_steps_with_copies_of_blocks_are_not_replayed(made):
 
 
 def test_tables_grow_in_steps():
-    graphs = StepGraphs(Runner(model(), 8, 4, 96), 1, Limits(100, 300), 4 * 1000, Recorder())
+    graphs = StepGraphs(Runner(model(), 8, 4, 96), 1, Limits(100, 300), 4 * 1000, Recorder)
     assert graphs.batches == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]
     assert graphs.widths == [64, 256, 1000]
     assert graphs.prompt_sizes[:5] == [(16, 0, 8, 1000), (16, 16, 8, 1000), (32, 0, 9, 1000), (32, 16, 9, 1000),
@@ -283,9 +285,23 @@ def test_what_waits_for_data_stays_as_it_was(made, monkeypatch):
     monkeypatch.setattr(Experts, "groupable", lambda *_: False)  # a loop over experts, which counts their rows
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        build_engine._capture(runner, StepGraphs(runner, BLOCKS, LIMITS, 96, Recorder()))
+        build_engine._capture(runner, StepGraphs(runner, BLOCKS, LIMITS, 96, Recorder))
     assert runner.graphs is None
     assert "without CUDA graphs" in str(said[0].message)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there is nothing that cannot be captured")
+def test_decode_steps_are_captured_where_steps_with_prompts_cannot_be(made, monkeypatch):
+    want, _ = run(made("mixtral-tiny", False), *requests())
+    engine = made("mixtral-tiny", False)
+    runner = engine.runner
+    monkeypatch.setattr(Experts, "groupable", lambda _, rows: len(rows) <= 8)  # of four tokens, each for two experts
+    with pytest.warns(UserWarning, match="steps with prompts run without CUDA graphs"):
+        build_engine._capture(runner, StepGraphs(runner, BLOCKS, LIMITS, 96, Recorder))
+    steps = replayed(engine)
+    assert run(engine, *requests())[0] == want
+    assert len(steps) > 10
+    assert not any(size.prompts for _, size in steps)
 
 
 def test_techniques_say_what_cannot_be_captured():

@@ -291,7 +291,7 @@ def test_captured_steps_are_served_through_it(kind, drafts):
         runner.layout.kernel = None
         if captured:
             runner.layout.whole, runner.layout.write = paged_attention, store_tokens
-            runner.graphs = StepGraphs(runner, 20, limits, 64, again, drafts)
+            runner.graphs = StepGraphs(runner, 20, limits, 64, lambda: again, drafts)
             runner.graphs.warm_up()
             plain, runner.graphs.run = runner.graphs.run, lambda step, size: sizes.append(size) or plain(step, size)
         eng = Engine(runner, Blocks(20, 4, True), Sampler(frozenset()), limits, 64)

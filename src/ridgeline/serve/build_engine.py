@@ -157,7 +157,7 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
             runner.decoder = find_decoder(run.model)
         if graphs and runner.layout.whole is not None:
             drafts = 0 if run.drafts is None else run.drafts.tokens
-            _capture(runner, StepGraphs(runner, blocks, run.limits, longest, CudaCapture(), drafts))
+            _capture(runner, StepGraphs(runner, blocks, run.limits, longest, CudaCapture, drafts))
         return runner
     counts = [blocks]
     dist.broadcast_object_list(counts)

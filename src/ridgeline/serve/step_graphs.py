@@ -161,11 +161,11 @@ class StepGraphs:
     """The captured steps of a runner. ``pad``: the block of padding."""
 
     def __init__(
-        self, runner: Runner, pad: int, limits: Limits, longest: int, capture: Capture, drafts: int = 0
+        self, runner: Runner, pad: int, limits: Limits, longest: int, make: Callable[[], Capture], drafts: int = 0
     ) -> None:
-        """``longest``: tokens of a sequence; ``drafts``: of a draft."""
+        """``longest``: tokens of a sequence; ``make``: makes what captures; ``drafts``: tokens of a draft."""
         spec, most = runner.model.spec, limits.max_num_seqs
-        self.runner, self.pad, self.capture = runner, pad, capture
+        self.runner, self.pad, self.make = runner, pad, make
         self.repeat = spec.num_heads // spec.num_kv_heads
         self.most_rows = most_rows(spec.cached_dim, runner.kind)
         """Of a program that takes a prompt's."""
@@ -201,14 +201,16 @@ class StepGraphs:
     def warm_up(self) -> None:
         """Capture them all, the largest first: the memory of its temporaries is enough for the others. Where steps with
         prompts cannot be captured, they are launched operator by operator."""
+        capture = self.make()
         try:
             for size in reversed(self.prompt_sizes):
-                self.graphs[size] = self._captured(size)
+                self.graphs[size] = self._captured(size, capture)
         except RuntimeError as e:
             warnings.warn(f"steps with prompts run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
             self.graphs, self.prompt_sizes, self._shared, self._out = {}, [], None, None
+            capture = self.make()
         for size in reversed(self.decode_sizes):
-            self.graphs[size] = self._captured(size)
+            self.graphs[size] = self._captured(size, capture)
 
     def find(self, step: PackedStep) -> Size | None:
         """The captured step that ``step`` can be a part of: new tokens of some sequences, nothing beside."""
@@ -296,7 +298,7 @@ class StepGraphs:
         """Items of prompts at most, whose last programs may each have few rows; padding's too."""
         return size.tokens * self.repeat // self.most_rows + size.prompts + 1
 
-    def _captured(self, size: Size) -> _Graph:
+    def _captured(self, size: Size, capture: Capture) -> _Graph:
         runner, layout = self.runner, self.runner.layout
         numbers, work, count = self._with_prompts(size) if size.prompts else self._decoding(size)
         self._send(numbers, size, [[], [], []], [])
@@ -315,7 +317,7 @@ class StepGraphs:
             out = runner.forward(rows[0][None], rows[1])
             return self._kept(out) if size.prompts else out
 
-        replay, out = self.capture(run)
+        replay, out = capture(run)
         return _Graph(numbers, pages, replay, out)
 
     def _kept(self, out: Tensor) -> Tensor:
