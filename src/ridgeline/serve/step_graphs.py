@@ -13,6 +13,7 @@ of which a step sends what it has, one row behind the other, and a kernel moves 
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -87,7 +88,7 @@ class _Host:
     items: np.ndarray
     """int32 [W, 2]: see :class:`ridgeline.nn.memory.step_pages.Launch`."""
     table: np.ndarray
-    """int32 [B · blocks]: the tables, one behind the other."""
+    """int32 [B, blocks]; in a step with prompts rows are as long as it needs, and lie one behind the other."""
     sent: Any = None
     """Recorded behind its last copy to the device."""
 
@@ -106,7 +107,7 @@ class _Numbers:
         """Of ``sequences``, for each of which ``size`` says how many blocks its table has."""
         counts = (3 * size.tokens, sequences, sequences + 1, 2 * items, sequences * size.blocks)
         parts = [n * (4 if i else 8) for i, n in enumerate(counts)]  # only the first ones have 8 bytes each
-        self.hosts = [self._host(parts, device) for _ in range(2)]
+        self.hosts = [self._host(parts, sequences, device) for _ in range(2)]
         self.device = torch.zeros(sum(parts), dtype=torch.uint8, device=device)
         rows, *others = self.device.split(parts)
         self.rows = rows.view(torch.int64).view(3, -1)
@@ -118,12 +119,13 @@ class _Numbers:
             self.table = torch.zeros_like(self.table)
 
     @staticmethod
-    def _host(parts: list[int], device: torch.device) -> _Host:
+    def _host(parts: list[int], sequences: int, device: torch.device) -> _Host:
         whole = torch.from_numpy(np.zeros(sum(parts), dtype=np.uint8))
         whole = whole.pin_memory() if device.type == "cuda" else whole
         rows, *others = np.split(whole.numpy(), np.cumsum(parts)[:-1])
         lengths, starts, items, table = (a.view(np.int32) for a in others)
-        return _Host(whole, rows.view(np.int64).reshape(3, -1), lengths, starts, items.reshape(-1, 2), table)
+        return _Host(whole, rows.view(np.int64).reshape(3, -1), lengths, starts, items.reshape(-1, 2),
+                     table.reshape(sequences, -1))  # fmt: skip
 
     def next(self) -> _Host:
         """The copy to fill."""
@@ -135,7 +137,7 @@ class _Numbers:
         """Copy it to the device, with the tables of ``sequences``, each of ``blocks``; the host does not wait."""
         device, whole, used = self.device, host.whole, sequences * blocks
         if self.partly:
-            end = len(whole) - 4 * (len(host.table) - used)
+            end = len(whole) - 4 * (host.table.size - used)
             device, whole = device[:end], whole[:end]
         device.copy_(whole, non_blocking=True)
         if device.is_cuda:
@@ -221,9 +223,9 @@ class StepGraphs:
             return self._find_with_prompts(step, tokens)
         if n > self.batches[-1]:
             return None
-        blocks = max(-(-p.length // self.runner.block_size) for p in step.pieces)
-        batch = next(b for b in self.batches if b >= n)
-        return Size(batch, batch, 0, next(w for w in self.widths if w >= blocks))
+        blocks = -(-max(p.length for p in step.pieces) // self.runner.block_size)
+        batch = self.batches[bisect_left(self.batches, n)]
+        return Size(batch, batch, 0, self.widths[bisect_left(self.widths, blocks)])
 
     def _find_with_prompts(self, step: PackedStep, tokens: int) -> Size | None:
         if self.runner.restoring is not None:  # layer by layer, the first of which need not wait for the last
@@ -245,28 +247,31 @@ class StepGraphs:
         """Send a step's numbers and those of its padding. ``rows``: tokens, positions and slots."""
         host, tokens, block = numbers.next(), len(rows[0]), self.runner.block_size
         host.rows[0, :tokens], host.rows[1, :tokens], host.rows[2, :tokens] = rows
-        used = [-(-p.length // block) for p in pieces]
-        table = self._divide(host, size, pieces, used) if size.prompts else self._pad(host, size, tokens)
-        for i, (piece, n) in enumerate(zip(pieces, used, strict=True)):
-            host.lengths[i] = piece.length
+        host.lengths[: len(pieces)] = lengths = [p.length for p in pieces]
+        table = self._divide(host, size, pieces, max(lengths, default=1)) if size.prompts else self._pad(host, tokens)
+        for i, piece in enumerate(pieces):
+            n = -(-lengths[i] // block)
             table[i, :n] = np.frombuffer(piece.blocks, dtype=np.int32, count=n)
         numbers.send(host, *table.shape)
 
-    def _pad(self, host: _Host, size: Size, n: int) -> np.ndarray:
+    def _pad(self, host: _Host, n: int) -> np.ndarray:
         """Sequences from ``n`` on of a decode step are padding: token 0 at place 0 of a sequence of one → the tables,
         [B, blocks]."""
-        table = host.table.reshape(size.tokens, size.blocks)
+        table = host.table
         host.rows[:2, n:] = 0
         host.rows[2, n:] = self.pad * self.runner.block_size
         host.lengths[n:] = 1
         table[n:, 0] = self.pad
         return table
 
-    def _divide(self, host: _Host, size: Size, pieces: Sequence[Piece], used: list[int]) -> np.ndarray:
-        """Say which rows are whose in a step with prompts. Behind its sequences comes one of padding, whose tokens are
-        0 at place 0 and are written to the padding's block in turn, so that all that they see was written; what else
-        there is room for is empty, the last one always, which items that are not needed name → the tables of all
-        sequences but empty ones, [n + 1, blocks that the longest has]."""
+    def _divide(self, host: _Host, size: Size, pieces: Sequence[Piece], longest: int) -> np.ndarray:
+        """Say which rows are whose in a step with prompts, with sequences of up to ``longest`` tokens → the tables of
+        all sequences but empty ones, [n + 1, blocks].
+
+        Behind the step's sequences comes one of padding. Its tokens are 0 at place 0, and are written to the padding's
+        block in turn, so that all that they see was written. What else there is room for is empty; items that are not
+        needed name the last one, which always is.
+        """
         n, block, spec = len(pieces), self.runner.block_size, self.runner.model.spec
         tokens = pieces[-1].stop if pieces else 0
         pads, empty = size.tokens - tokens, size.decoding + size.prompts + 1
@@ -284,8 +289,8 @@ class StepGraphs:
             items[len(found) :] = empty, 0
             if found:
                 items[: len(found)] = found
-        blocks = max(-(-pads // block), *used, 1)
-        table = host.table[: (n + 1) * blocks].reshape(n + 1, blocks)
+        blocks = -(-max(pads, longest) // block)
+        table = host.table.ravel()[: (n + 1) * blocks].reshape(n + 1, blocks)
         table[n] = self.pad
         return table
 
