@@ -176,6 +176,7 @@ def _capture(runner: Runner, graphs: StepGraphs) -> None:
         warnings.warn(f"steps run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
     else:
         runner.graphs = graphs
+    torch.cuda.empty_cache()  # of what was run beside the main stream before it was captured
 
 
 def load_engine(

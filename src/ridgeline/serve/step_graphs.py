@@ -57,16 +57,17 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self.pool: Any = None
+        self.stream = torch.cuda.Stream()
+        """One for all: what PyTorch has allocated for a stream, it keeps for that."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """Run twice beside the main stream, so that kernels are compiled and libraries have their memory; then
         capture."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             for _ in range(2):
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             out = run()
