@@ -36,6 +36,8 @@ BATCHES: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, CAPTUR
 """Sequences of the captured decode steps, up to the most of a step."""
 NARROWEST, WIDER = 64, 4
 """Blocks of a sequence in a decode step's narrowest captured table, and how much wider the next one is."""
+ALIGNED = 16
+"""Bytes at a multiple of which the numbers of each kind begin: kernels are compiled for addresses of this kind."""
 FEW_DECODING = 16
 """Decoding sequences that steps with prompts have room for, beside none and the most."""
 
@@ -107,10 +109,13 @@ class _Numbers:
     def __init__(self, size: Size, sequences: int, items: int, device: torch.device) -> None:
         """Of ``sequences``, for each of which ``size`` says how many blocks its table has."""
         counts = (3 * size.tokens, sequences, sequences + 1, 2 * items, sequences * size.blocks)
-        parts = [n * (4 if i else 8) for i, n in enumerate(counts)]  # only the first ones have 8 bytes each
-        self.hosts = [self._host(parts, sequences, device) for _ in range(2)]
+        used = [n * (4 if i else 8) for i, n in enumerate(counts)]  # only the first ones have 8 bytes each
+        parts = [-(-n // ALIGNED) * ALIGNED for n in used]
+        self.before = sum(parts[:-1])
+        """Bytes before the tables."""
+        self.hosts = [self._host(parts, used, sequences, device) for _ in range(2)]
         self.device = torch.zeros(sum(parts), dtype=torch.uint8, device=device)
-        rows, *others = self.device.split(parts)
+        rows, *others = (t[:n] for t, n in zip(self.device.split(parts), used, strict=True))
         self.rows = rows.view(torch.int64).view(3, -1)
         self.lengths, self.starts, items_, self.tables = (t.view(torch.int32) for t in others)
         self.items, self.table = items_.view(-1, 2), self.tables.view(sequences, -1)
@@ -120,10 +125,10 @@ class _Numbers:
             self.table = torch.zeros_like(self.table)
 
     @staticmethod
-    def _host(parts: list[int], sequences: int, device: torch.device) -> _Host:
+    def _host(parts: list[int], used: list[int], sequences: int, device: torch.device) -> _Host:
         whole = torch.from_numpy(np.zeros(sum(parts), dtype=np.uint8))
         whole = whole.pin_memory() if device.type == "cuda" else whole
-        rows, *others = np.split(whole.numpy(), np.cumsum(parts)[:-1])
+        rows, *others = (a[:n] for a, n in zip(np.split(whole.numpy(), np.cumsum(parts)[:-1]), used, strict=True))
         lengths, starts, items, table = (a.view(np.int32) for a in others)
         return _Host(whole, rows.view(np.int64).reshape(3, -1), lengths, starts, items.reshape(-1, 2),
                      table.reshape(sequences, -1))  # fmt: skip
@@ -138,7 +143,7 @@ class _Numbers:
         """Copy it to the device, with the tables of ``sequences``, each of ``blocks``; the host does not wait."""
         device, whole, used = self.device, host.whole, sequences * blocks
         if self.partly:
-            end = len(whole) - 4 * (host.table.size - used)
+            end = self.before + 4 * used
             device, whole = device[:end], whole[:end]
         device.copy_(whole, non_blocking=True)
         if device.is_cuda:
