@@ -1,4 +1,4 @@
-"""Decode steps captured and replayed: the same tokens as launched one by one.
+"""Steps captured and replayed: the same tokens as launched one by one.
 
 On a GPU by CUDA graphs. Without one by a recorder that does what they do: it runs the very same operators again on the
 very same memory, and nothing of Python in between; what would have to wait for data cannot be captured.
@@ -20,6 +20,8 @@ from ridgeline.nn.kernels import native
 from ridgeline.nn.model.moe import Experts
 from ridgeline.serve import build_engine
 from ridgeline.serve.block_manager import Blocks
+from ridgeline.serve.draft_tree import Draft
+from ridgeline.serve.drafting import Drafting
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.runner import Runner
@@ -31,6 +33,9 @@ from ridgeline.techniques.registry import registry
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WAITS = {"item", "_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select"}
 SIZE, BLOCKS = 4, 40
+LIMITS = Limits(4, 20)
+"""Four sequences and twenty tokens a step: those with prompts are captured for 16 and 20 tokens, each for none and for
+four sequences that decode."""
 
 
 class Recorder(TorchDispatchMode):
@@ -69,17 +74,22 @@ class Recorder(TorchDispatchMode):
                 place.copy_(t)
 
 
+CAPTURE = Recorder if DEVICE.type == "cpu" else CudaCapture
+
+
 def reference(q, keys, values, pages, window=0, changes=None):
-    """Attention over all slots of each sequence's table, of one new token each, without looking at any number."""
+    """Attention over all slots of each sequence's table, without looking at any number on the host."""
     slots = (pages.table.long()[:, :, None] * pages.block + torch.arange(pages.block, device=q.device)).flatten(1)
-    k, v = (t[0][:, slots].transpose(0, 1) for t in (keys, values))
+    at = torch.arange(slots.shape[1], device=q.device)
+    held = (at < pages.lengths[:, None])[:, None, :, None]  # what was never written may be anything
+    read = (t[:, :, slots] if isinstance(t, torch.Tensor) else t.read(slots, q.dtype) for t in (keys, values))
+    k, v = (t[0].transpose(0, 1).where(held, 0.0) for t in read)
     row = torch.repeat_interleave(
         torch.arange(len(pages.lengths), device=q.device),
         (pages.starts[1:] - pages.starts[:-1]).long(),
         output_size=len(q),
     )
     ends = pages.lengths.long()[row] - (pages.starts[1:].long()[row] - torch.arange(len(q), device=q.device)) + 1
-    at = torch.arange(slots.shape[1], device=q.device)
     seen = at < ends[:, None]
     if window > 0:
         seen = seen & (at >= ends[:, None] - window)
@@ -89,21 +99,20 @@ def reference(q, keys, values, pages, window=0, changes=None):
 
 @pytest.fixture
 def made(monkeypatch):
-    """An engine of four sequences at most, and its captured steps if it is to have them."""
+    """An engine, and its captured steps if it is to have them."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(native, "library", lambda: None)
         monkeypatch.setattr(Experts, "groupable", lambda *_: True)  # as on a GPU
 
-    def make(base, graphs, **fields):
+    def make(base, graphs, kind="", drafts=0, **fields):
         dtype = torch.float64 if DEVICE.type == "cpu" and base != "mixtral-tiny" else torch.float32
-        runner = Runner(model(base, dtype, **fields).to(DEVICE), (BLOCKS + 1) * SIZE, SIZE, 96)
+        runner = Runner(model(base, dtype, **fields).to(DEVICE), (BLOCKS + 1) * SIZE, SIZE, 96, kind)
         if DEVICE.type == "cpu":
             runner.layout.whole = reference
         if graphs:
-            recorder = Recorder() if DEVICE.type == "cpu" else CudaCapture()
-            runner.graphs = StepGraphs(runner, BLOCKS, 4, 96, recorder)
+            runner.graphs = StepGraphs(runner, BLOCKS, LIMITS, 96, CAPTURE, drafts)
             runner.graphs.warm_up()
-        return Engine(runner, Blocks(BLOCKS, SIZE, True), Sampler(frozenset()), Limits(4, 16), 96)
+        return Engine(runner, Blocks(BLOCKS, SIZE, True), Sampler(frozenset()), LIMITS, 96)
 
     return make
 
@@ -115,42 +124,88 @@ def test_what_a_replay_reads_stays_in_memory(made):
     def capture(run):
         out = run()
         pages = runner.layout.pages
-        tensors = (pages.table, pages.lengths, pages.starts, pages.work[0].items, runner.layout.slots)
+        tensors = (pages.table, pages.lengths, pages.starts, *(w.items for w in pages.work), runner.layout.slots)
+        assert not any(t.data_ptr() % 16 for t in tensors)  # for whose addresses kernels are compiled once
         read.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
         return (lambda: None), out
 
     runner = made("llama-mini", graphs=False).runner
-    runner.graphs = StepGraphs(runner, BLOCKS, 4, 96, capture)
+    runner.graphs = StepGraphs(runner, BLOCKS, LIMITS, 96, lambda: capture)
     runner.graphs.warm_up()
     runner.layout.pages = runner.layout.slots = None
     gc.collect()
-    assert len(read) == 5 * len(runner.graphs.graphs) > 5
+    assert len(read) == 5 * len(runner.graphs.graphs) + sum(s.decoding > 0 < s.prompts for s in runner.graphs.graphs)
     assert not any(ref.expired() for ref in read)
 
 
-def requests():
+def requests(shared=0):
+    """Prompts and lengths of all kinds, of which the first ``shared`` tokens are the same."""
     draw = random.Random(1)
+    first = [draw.randrange(300) for _ in range(shared)]
     for i, (length, new) in enumerate([(3, 9), (11, 4), (30, 12), (7, 2), (19, 20), (5, 7)]):
         sampling = Sampling(max_tokens=new, temperature=0.0 if i % 2 else 0.8, seed=i, top_k=20 * (i == 2))
-        yield EngineRequest(f"r{i}", [draw.randrange(300) for _ in range(length)], sampling)
+        yield EngineRequest(f"r{i}", first + [draw.randrange(300) for _ in range(length)], sampling)
 
 
-@pytest.mark.parametrize(("base", "fields"), [("llama-mini", {}), ("mixtral-tiny", {}),
-                                              ("llama-mini", {"sliding_window": 9})])  # fmt: skip
+def replayed(engine):
+    """The steps that ``engine`` replays from now on, each with the size of its graph."""
+    graphs, found = engine.runner.graphs, []
+    plain = graphs.run
+    graphs.run = lambda step, size: found.append((step, size)) or plain(step, size)
+    return found
+
+
+def drafted(seqs, most):
+    """Drafts of which some tokens are right: those that stood at the same distance before."""
+    return [Draft(s.tokens[-3:][:n]) for s, n in zip(seqs, most, strict=True)]
+
+
+@pytest.mark.parametrize(("base", "fields"), [
+    ("llama-mini", {}), ("mixtral-tiny", {}), ("llama-mini", {"sliding_window": 9}), ("llama-mini", {"kind": "int8"}),
+    ("llama-mini", {"kind": "int4"}), ("llama-mini", {"num_heads": 3, "num_kv_heads": 1}),
+])  # fmt: skip
 def test_replayed_steps_give_the_same_tokens(made, base, fields):
     if base == "mixtral-tiny" and DEVICE.type == "cuda":
         pytest.skip("a GPU's grouped product takes 16 bits, in which a pad's other kernel may choose other tokens")
     want, _ = run(made(base, False, **fields), *requests())
     engine = made(base, True, **fields)
-    graphs, counts = engine.runner.graphs, []
-    plain = graphs.run
-    graphs.run = lambda step, key: counts.append((len(step.ids), key[0])) or plain(step, key)
+    steps = replayed(engine)
     got, _ = run(engine, *requests())
     assert got == want
-    assert len(counts) > 10
-    assert {1, 3, 4} <= {n for n, _ in counts}
-    assert (3, 4) in counts  # with a pad
+    decoding = [(len(step.ids), size.tokens) for step, size in steps if not size.prompts]
+    assert len(decoding) > 10
+    assert {1, 3, 4} <= {n for n, _ in decoding}
+    assert (3, 4) in decoding  # with a pad
+    prompts = [(len(step.ids), step, size) for step, size in steps if size.prompts]
+    assert {size[:2] for *_, size in prompts} >= {(16, 4), (20, 0), (20, 4)}
+    assert {tokens == size.tokens for tokens, _, size in prompts} == {True, False}
+    assert any(p.length > p.stop - p.start > 1 for _, step, _ in prompts for p in step.pieces)  # a part of a prompt
     engine.check()
+
+
+def test_replayed_steps_read_what_is_cached_of_a_prompt(made):
+    """Behind prefixes that were computed for others."""
+    engine, plain = made("llama-mini", True), made("llama-mini", False)
+    steps = replayed(engine)
+    for request in requests(shared=9):
+        assert run(engine, request)[0] == run(plain, request)[0]
+    first = [step.pieces[0] for step, size in steps if size.prompts]
+    assert sum(p.length - (p.stop - p.start) == 8 for p in first) >= 4
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_replayed_steps_check_drafts(made, drafts):
+    """As sequences of few tokens where they are expected, else as prompts."""
+    want, _ = run(made("llama-mini", False), *requests())
+    engine = made("llama-mini", True, drafts=drafts)
+    engine.drafter = Drafting(drafted, 3)
+    engine.drafter.observe = lambda *_: None  # which would switch them off by the clock
+    steps = replayed(engine)
+    got, _ = run(engine, *requests())
+    assert got == want
+    checked = [size for step, size in steps if {p.stop - p.start for p in step.pieces} == {4}]
+    assert len(checked) > 5
+    assert {size.decoding > 0 for size in checked} == {drafts > 0}
 
 
 def test_replayed_steps_take_their_tokens_from_the_step_before(made):
@@ -158,34 +213,71 @@ def test_replayed_steps_take_their_tokens_from_the_step_before(made):
     want, _ = run(made("llama-mini", False), *requests())
     engine = made("llama-mini", True)
     assert engine.go_ahead() == ""
-    graphs, late = engine.runner.graphs, []
-    plain = graphs.run
-    graphs.run = lambda step, key: late.append((step.late, step.sources)) or plain(step, key)
+    steps = replayed(engine)
     got, _ = run(engine, *requests())
     engine.close()
     assert got == want
-    assert sum(bool(rows) for rows, _ in late) > 10
-    assert any(rows != sources for rows, sources in late)  # others have ended, or come
+    late = [(step.late, step.sources, size.prompts > 0) for step, size in steps if step.late]
+    assert len(late) > 10
+    assert any(rows != sources for rows, sources, _ in late)  # others have ended, or come
+    assert any(prompts for *_, prompts in late)
 
 
-def test_only_steps_of_one_token_each_are_replayed(made):
-    engine = made("llama-mini", True)
-    runner, find = engine.runner, engine.runner.graphs.find
-    for r in requests():
-        engine.add(r)
-    seen = []
-    runner.graphs.find = lambda step: seen.append((step, find(step))) or seen[-1][1]
+@pytest.mark.parametrize("kind", ["", "int4"])
+def test_padding_changes_nothing_and_is_finite(made, kind):
+    """Steps by the graphs of all sizes, whatever was in the block of padding: the same rows, and no row that is not a
+    number, which a maximum over all of them would find."""
+    engine = made("llama-mini", True, kind=kind)
+    graphs, plain = engine.runner.graphs, made("llama-mini", False, kind=kind).runner
+    padding = slice(BLOCKS * SIZE, (BLOCKS + 1) * SIZE)
+    used = set()
+
+    def run(step, _):
+        want = plain.execute(step)
+        for size, graph in graphs.graphs.items():
+            several = sum(p.stop - p.start > 1 for p in step.pieces)
+            if len(step.ids) > size.tokens or len(step.pieces) - several > size.decoding or several > size.prompts:
+                continue
+            for t in (t for layer in engine.runner.pool() for t in layer if t.is_floating_point()):
+                t[:, :, padding] = float("nan")
+            got = type(graphs).run(graphs, step, size)
+            torch.testing.assert_close(got, want)
+            assert torch.isfinite(graph.out).all()
+            used.add(size)
+        return got
+
+    graphs.run = run
+    for request in requests():
+        engine.add(request)
+        if request.id == "r0":
+            engine.step()  # a short prompt alone
     while engine.has_work():
         engine.step()
-    for step, key in seen:
-        assert (key is not None) == (not step.copies and len(step.ids) == len(step.pieces))
-    assert {key is None for _, key in seen} == {True, False}
+    assert used == set(graphs.graphs)
+
+
+def test_only_steps_with_copies_of_blocks_are_not_replayed(made):
+    engine = made("llama-mini", True)
+    find = engine.runner.graphs.find
+    for request in requests():
+        engine.add(request)
+    engine.add(EngineRequest("forked", [5, 6, 7, 8, 9], Sampling(max_tokens=6, n=2, temperature=0.8, seed=3)))
+    seen = []
+    engine.runner.graphs.find = lambda step: seen.append((step, find(step))) or seen[-1][1]
+    while engine.has_work():
+        engine.step()
+    for step, size in seen:
+        assert (size is None) == bool(step.copies)
+    assert {size is None for _, size in seen} == {True, False}
 
 
 def test_tables_grow_in_steps():
-    graphs = StepGraphs(Runner(model(), 8, 4, 96), 1, 100, 4 * 1000, Recorder())
+    graphs = StepGraphs(Runner(model(), 8, 4, 96), 1, Limits(100, 300), 4 * 1000, Recorder)
     assert graphs.batches == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]
     assert graphs.widths == [64, 256, 1000]
+    assert graphs.prompt_sizes[:5] == [(16, 0, 8, 1000), (16, 16, 8, 1000), (32, 0, 9, 1000), (32, 16, 9, 1000),
+                                       (32, 32, 9, 1000)]  # fmt: skip
+    assert graphs.prompt_sizes[-1] == (300, 100, 17, 1000)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is nothing that cannot be captured")
@@ -194,9 +286,23 @@ def test_what_waits_for_data_stays_as_it_was(made, monkeypatch):
     monkeypatch.setattr(Experts, "groupable", lambda *_: False)  # a loop over experts, which counts their rows
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        build_engine._capture(runner, StepGraphs(runner, BLOCKS, 4, 96, Recorder()))
+        build_engine._capture(runner, StepGraphs(runner, BLOCKS, LIMITS, 96, Recorder))
     assert runner.graphs is None
     assert "without CUDA graphs" in str(said[0].message)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there is nothing that cannot be captured")
+def test_decode_steps_are_captured_where_steps_with_prompts_cannot_be(made, monkeypatch):
+    want, _ = run(made("mixtral-tiny", False), *requests())
+    engine = made("mixtral-tiny", False)
+    runner = engine.runner
+    monkeypatch.setattr(Experts, "groupable", lambda _, rows: len(rows) <= 8)  # of four tokens, each for two experts
+    with pytest.warns(UserWarning, match="steps with prompts run without CUDA graphs"):
+        build_engine._capture(runner, StepGraphs(runner, BLOCKS, LIMITS, 96, Recorder))
+    steps = replayed(engine)
+    assert run(engine, *requests())[0] == want
+    assert len(steps) > 10
+    assert not any(size.prompts for _, size in steps)
 
 
 def test_techniques_say_what_cannot_be_captured():

@@ -84,6 +84,28 @@ def test_sequences_without_new_tokens(monkeypatch):
     torch.testing.assert_close(got, expected(q, stores, pages, 0), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("name", list(LOADERS))
+def test_captured_steps_with_prompts(monkeypatch, name):
+    """Behind the sequences come one of padding and empty ones, and the host knows no more than that there are not more
+    new tokens than rows."""
+    module, stand_in, load = LOADERS[name]
+    monkeypatch.setitem(sys.modules, module, stand_in())
+    q, stores, pages = step(COUNTS["prefill"], 6, 2, 64, 256 if name == "flash-attn" else 16)
+    n, pads = len(q), 5
+    wider = replace(
+        pages, table=torch.cat([pages.table, pages.table[:1], pages.table[:1] * 0]), held=(), new=[n + pads],
+        lengths=torch.cat([pages.lengths, torch.tensor([pads, 0], dtype=torch.int32)]),
+        starts=torch.cat([pages.starts, torch.tensor([n + pads] * 2, dtype=torch.int32)]),
+    )  # fmt: skip
+    rows = torch.cat([q, q[:pads]])
+    if name == "flashinfer":
+        with pytest.raises(RuntimeError, match="on the host"):
+            load()(rows, *stores, wider, 0)
+        return
+    got = load()(rows, *stores, wider, 0)
+    torch.testing.assert_close(got[:n], expected(q, stores, pages, 0), rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize(("backend", "case", "why"), [
     (libraries.FLASH, {"block": 16}, "multiple of 256"), (libraries.FLASH, {"block": 256}, ""),
     (libraries.TORCH, {"block": 64}, "multiple of 256"), (libraries.TORCH, {"block": 256}, ""),

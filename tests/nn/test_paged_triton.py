@@ -1,5 +1,7 @@
 """Paged attention in Triton (its interpreter, where there is no GPU), against attention over gathered keys."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.nn.interpreter import DEVICE
@@ -14,6 +16,14 @@ from ridgeline.nn.model import fused
 from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, naive_attention
 from ridgeline.nn.model.rotary import rotate
 from ridgeline.nn.quant.quantized_kv import KINDS
+from ridgeline.serve.block_manager import Blocks
+from ridgeline.serve.draft_tree import Draft
+from ridgeline.serve.drafting import Drafting
+from ridgeline.serve.engine import Engine
+from ridgeline.serve.runner import Runner
+from ridgeline.serve.sampler import Sampler
+from ridgeline.serve.step_graphs import StepGraphs
+from ridgeline.spec.scheduling import Limits
 
 LENGTHS, COUNTS = [1, 65, 300, 17, 90], [1, 1, 3, 0, 70]
 """Tokens of each sequence, and how many of them are new: none (its place in a batch is free), one, a draft, a chunk."""
@@ -105,6 +115,24 @@ def test_few_rows_over_codes(window, changed):
     there = changes and changes._replace(sinks=None if changes.sinks is None else sinks.to(DEVICE))
     got = paged_attention(q.to(DEVICE), *stores, pages, window, there).cpu()
     torch.testing.assert_close(got.double(), expected(q, held, table, 16, window, changes), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("", 0), ("", -70), ("int8", 0), ("int4", 70)])
+def test_items_of_an_empty_sequence_change_nothing(kind, window):
+    """As captured steps have them that have room for more: their programs write nothing."""
+    q, stores, held, table, pages = step(4, 1, 128, 16, kind)
+    empty, rows = len(LENGTHS) + 1, torch.tensor([0, 0], dtype=torch.int32)
+    starts = torch.cat([pages.starts.cpu(), pages.starts.cpu()[-1:], pages.starts.cpu()[-1:]])
+    more = [replace(w, items=torch.cat([w.items.cpu(), torch.tensor([[empty, 0]] * 5).int()]).to(DEVICE))
+            for w in pages.work]  # fmt: skip
+    assert {w.split for w in more} == {True, False}
+    wider = replace(pages, table=torch.cat([pages.table, pages.table[:2] * 0]), starts=starts.to(DEVICE),
+                    lengths=torch.cat([pages.lengths, rows.to(DEVICE)]), work=tuple(more))  # fmt: skip
+    spare = torch.full((3, *q.shape[1:]), 7.0)  # rows behind those of all sequences
+    q = torch.cat([q, spare]).to(DEVICE)
+    got = paged_attention(q, *stores, wider, window).cpu()
+    want = expected(q.cpu()[:-3], held, table, 16, window)
+    torch.testing.assert_close(got.double()[:-3], want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["", "int4", "fp8"])
@@ -244,6 +272,38 @@ def test_an_engine_serves_fused_layers_through_it(monkeypatch):
     layout = eng.runner.layout
     layout.kernel, layout.whole, layout.write, eng.runner.decoder = None, paged_attention, store_tokens, None
     assert run(eng, *[ask(str(i), p, 5) for i, p in enumerate(prompts)])[0] == truth
+
+
+@pytest.mark.parametrize(("kind", "drafts"), [("", 0), ("int4", 2)])
+def test_captured_steps_are_served_through_it(kind, drafts):
+    """With the numbers of captured steps, whose programs have room for more than there is: here they are launched again
+    one by one."""
+    made, limits = model(dtype=torch.float32, head_dim=16).to(DEVICE), Limits(2, 16)
+    prompts = [[(7 * i + 3 * j * j) % 300 for j in range(5 + 9 * i)] for i in range(2)]
+    requests = [ask(str(i), p, 3) for i, p in enumerate(prompts)]
+
+    def again(run):
+        out = run()
+        return (lambda: out.copy_(run())), out
+
+    def served(captured):
+        runner = Runner(made, 21 * 4, 4, 64, kind)
+        runner.layout.kernel = None
+        if captured:
+            runner.layout.whole, runner.layout.write = paged_attention, store_tokens
+            runner.graphs = StepGraphs(runner, 20, limits, 64, lambda: again, drafts)
+            runner.graphs.warm_up()
+            plain, runner.graphs.run = runner.graphs.run, lambda step, size: sizes.append(size) or plain(step, size)
+        eng = Engine(runner, Blocks(20, 4, True), Sampler(frozenset()), limits, 64)
+        if captured and drafts:
+            eng.drafter = Drafting(lambda seqs, most: [Draft(s.tokens[-2:]) for s in seqs], drafts)
+        return run(eng, *requests)[0]
+
+    sizes = []
+    assert served(True) == served(False)
+    assert {(s.tokens, s.decoding) for s in sizes if s.prompts} == {(16, 0), (16, 2)}
+    if drafts:
+        assert sum(s.prompts > 0 for s in sizes) > 2  # drafts are checked by them, too
 
 
 def test_an_engine_verifies_trees_through_it():

@@ -9,7 +9,7 @@ from ridgeline.predict import predict
 from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.spec.scheduling import OWN
-from ridgeline.techniques.registry import resolve
+from ridgeline.techniques.registry import default_plan, resolve
 
 
 def serve(model, on, plan=(), **workload):
@@ -149,22 +149,44 @@ def test_an_overloaded_engine_queues():
     assert metric(runs[2], "tokens_per_s") == pytest.approx(metric(runs[1], "tokens_per_s"), rel=0.15)
 
 
-@pytest.mark.parametrize(("model", "sequences", "drafts", "captured"), [
-    ("llama3.1-8b", 1, False, True), ("llama3.1-8b", 256, False, True), ("llama3.1-8b", 257, False, False),
-    ("llama3.1-8b", 1, True, False), ("deepseek-v2-lite", 1, False, False),
+@pytest.mark.parametrize(("model", "sequences", "prompts", "captured"), [
+    ("llama3.1-8b", 1, [], True), ("llama3.1-8b", 256, [], True), ("llama3.1-8b", 257, [], False),
+    ("deepseek-v2-lite", 1, [], False), ("llama3.1-8b", 1, [(300, 0), (40, 512)], True),
+    ("llama3.1-8b", 48, [(2000, 0)], True), ("llama3.1-8b", 49, [(2000, 0)], False),
+    ("llama3.1-8b", 0, [(2, 0)] * 20, True), ("llama3.1-8b", 0, [(2, 0)] * 80, False),
+    ("llama3.1-8b", 257, [(300, 0)], False), ("deepseek-v2-lite", 1, [(300, 0)], False),
 ])  # fmt: skip
-def test_the_own_engine_dispatches_what_it_does_not_capture(model, sequences, drafts, captured):
-    """Steps of more than 256 sequences, with drafts, or of latent attention are launched operator by operator: on a
-    slow host they take at least its time."""
-    plan = ["continuous_batching", *(["speculative:acceptance=0.7"] if drafts else [])]
-    workload = {"kind": "serve", "concurrency": 1, "requests": 1, "engine": OWN}
-    e, techniques = resolve(experiments.make(model, "h100-sxm", workload, plan))
+def test_the_own_engine_dispatches_what_it_does_not_capture(model, sequences, prompts, captured):
+    """Steps of more than 256 decoding sequences, of more than 2048 tokens, of more prompts than there is room for, or
+    of latent attention are launched operator by operator: on a slow host they take at least its time."""
+    workload = {"kind": "serve", "concurrency": 1, "requests": 1, "engine": OWN, "max_num_batched_tokens": 8192}
+    e, techniques = resolve(experiments.make(model, "h100-sxm", workload, default_plan("serve")))
     slow = replace(find_engine(OWN, e.cluster.device), dispatch_s=1e-3, iteration_s=0.0, sequence_s=0.0)
     own = Iterations(e, techniques, e.cluster, slow, (512, 576))
     assert own.dispatch_s > 0.2
-    if drafts:
-        a, b, _ = own._checked(sequences, own.speculation)
-        step = a + b * 544 * sequences
-    else:
-        step = own.mixed([], sequences, 544 * sequences)
+    step = own.mixed(prompts, sequences, 544 * sequences)
     assert (step >= own.dispatch_s * (1 - 1e-9)) is not captured
+
+
+@pytest.mark.parametrize(("sequences", "tree", "captured"), [(1, False, True), (600, False, False), (1, True, False)])
+def test_the_own_engine_dispatches_trees_of_drafts(sequences, tree, captured):
+    """And chains of more tokens than were captured."""
+    workload = {"kind": "serve", "concurrency": 1, "requests": 1, "engine": OWN}
+    plan = [*default_plan("serve"), "speculative:acceptance=0.7"]
+    e, techniques = resolve(experiments.make("llama3.1-8b", "h100-sxm", workload, plan))
+    slow = replace(find_engine(OWN, e.cluster.device), dispatch_s=1e-3, iteration_s=0.0, sequence_s=0.0)
+    own = Iterations(e, techniques, e.cluster, slow, (512, 576))
+    a, b, _ = own._checked(sequences, replace(own.speculation, nodes=8 if tree else 0))
+    assert (a + b * 544 * sequences >= own.dispatch_s * (1 - 1e-9)) is not captured
+
+
+def test_captured_prompts_are_padded():
+    """To as many tokens as were captured, which cost what they cost; attention is that of the prompt."""
+    workload = {"kind": "serve", "concurrency": 1, "requests": 1, "engine": OWN}
+    e, techniques = resolve(experiments.make("llama3.1-8b", "h100-sxm", workload, default_plan("serve")))
+    engine = replace(find_engine(OWN, e.cluster.device), dispatch_s=0.0)
+    own, eager = (Iterations(e, techniques, e.cluster, replace(engine, graphs=g), (512, 576)) for g in (True, False))
+    padded, whole = own.mixed([(1030, 0)], 0, 0), own.mixed([(1280, 0)], 0, 0)
+    assert whole - padded == pytest.approx(own.prompt_attention(1280, 0) - own.prompt_attention(1030, 0))
+    assert eager.mixed([(1030, 0)], 0, 0) < padded
+    assert eager.mixed([(1280, 0)], 0, 0) == pytest.approx(whole)

@@ -55,7 +55,7 @@ class ServeBuild(Scheduling, Build):
     memory: Callable[[Forward, BatchLayout, torch.device], Forward] | None = None
     """Wraps the forward pass with its own memory management; None: results are allocated one by one."""
     captured: bool = True
-    """Whether decode steps may be captured as CUDA graphs."""
+    """Whether steps may be captured as CUDA graphs."""
     role: str = ""
     """What a fleet's router prefers to use the server for: prefill, decode or mixed; empty: it sends and receives no
     caches of prompts."""

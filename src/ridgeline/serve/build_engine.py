@@ -148,7 +148,7 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     longest, padded = context(run.experiment.model, w), run.limits.padded
     if run.mesh is None:
         graphs = run.captured and run.device.type == "cuda" and blocks > 0
-        slots = (blocks + graphs) * run.block_size  # a block for padding rows of captured steps
+        slots = (blocks + graphs) * run.block_size  # a block for padding of captured steps
         runner = Runner(run.model, slots, run.block_size, longest, run.cache_kind, padded=padded,
                         kernels=run.kernels)  # fmt: skip
         if run.memory is not None:
@@ -156,7 +156,8 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
         elif not run.adapters:
             runner.decoder = find_decoder(run.model)
         if graphs and runner.layout.whole is not None:
-            _capture(runner, StepGraphs(runner, blocks, run.limits.max_num_seqs, longest, CudaCapture()))
+            drafts = 0 if run.drafts is None else run.drafts.tokens
+            _capture(runner, StepGraphs(runner, blocks, run.limits, longest, CudaCapture, drafts))
         return runner
     counts = [blocks]
     dist.broadcast_object_list(counts)
@@ -168,13 +169,14 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
 
 
 def _capture(runner: Runner, graphs: StepGraphs) -> None:
-    """Capture decode steps before the engine is ready; where that cannot be, steps stay as they are."""
+    """Capture steps before the engine is ready; where that cannot be, they stay as they are."""
     try:
         graphs.warm_up()
     except RuntimeError as e:
-        warnings.warn(f"decode steps run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
+        warnings.warn(f"steps run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
     else:
         runner.graphs = graphs
+    torch.cuda.empty_cache()  # of what was run beside the main stream before it was captured
 
 
 def load_engine(

@@ -187,7 +187,7 @@ class Runner:
         self.decoder: Decoder | None = None
         """All layers in one kernel, for steps of one new token for each sequence."""
         self.graphs: StepGraphs | None = None
-        """Captured decode steps; None: every step is launched operator by operator."""
+        """Captured steps; None: every step is launched operator by operator."""
         self._described: Pool | None = None
         self._tables: dict[bool, Rope | None] = {  # of layers with a window and the others; one for all sequences:
             kind: model.rope(kind, None, 0, max_model_len, self.device, weight.dtype)  # scalings by length take the

@@ -1,23 +1,31 @@
-"""Decode steps as CUDA graphs: captured once for some numbers of sequences and lengths, then replayed by one launch.
+"""Steps as CUDA graphs: captured once for some numbers of tokens, sequences and blocks, then replayed by one launch.
 
-A replay reads its numbers (tokens, positions, slots, block tables, lengths) from buffers that stay where they are; the
-host fills a pinned copy of them and sends it in one piece. A step of fewer sequences than its graph's has rows of
-padding, which write to a block that no sequence has; nothing reads what they compute.
+A replay reads its numbers (tokens, positions, slots, lengths, block tables, what programs of attention take) from
+buffers that stay where they are; the host fills a pinned copy of them and sends it in one piece. Steps of one new token
+for each sequence and steps with prompts have graphs of their own. A step smaller than its graph is padded: to a decode
+step come sequences of one token each, to a step with prompts comes one sequence with the missing tokens. Padding is
+written to a block that no sequence has, and nothing reads what is computed of it.
+
+The graphs of steps with prompts share their numbers, as only one of them runs at a time. Their tables are the widest,
+of which a step sends what it has, one row behind the other, and a kernel moves the rows to their places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ridgeline.nn.memory.kv_pool import Piece
-from ridgeline.nn.memory.step_pages import Pages, Work, launches
-from ridgeline.spec.scheduling import CAPTURED_SEQUENCES
+from ridgeline.nn.memory.step_pages import FEW_ROWS, Pages, Work, fewest_rows, launches, most_rows
+from ridgeline.spec.scheduling import CAPTURED_SEQUENCES, Limits, captured_prompts, captured_tokens
 
 if TYPE_CHECKING:
     from ridgeline.serve.runner import PackedStep, Runner
@@ -25,9 +33,25 @@ if TYPE_CHECKING:
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 """Runs a function and captures what it launches → (a call that launches the same again, the result that this fills)."""
 BATCHES: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, CAPTURED_SEQUENCES)
-"""Sequences of the captured steps, up to the most of a step."""
+"""Sequences of the captured decode steps, up to the most of a step."""
 NARROWEST, WIDER = 64, 4
-"""Blocks of a sequence in the narrowest captured table, and how much wider the next one is."""
+"""Blocks of a sequence in a decode step's narrowest captured table, and how much wider the next one is."""
+ALIGNED = 16
+"""Bytes at a multiple of which the numbers of each kind begin: kernels are compiled for addresses of this kind."""
+FEW_DECODING = 16
+"""Decoding sequences that steps with prompts have room for, beside none and the most."""
+
+
+class Size(NamedTuple):
+    """What a captured step has room for."""
+
+    tokens: int
+    decoding: int
+    """Sequences whose keys attention splits over programs: of one new token, or of a draft and one more."""
+    prompts: int
+    """Others; 0: of a decode step."""
+    blocks: int
+    """Of a sequence."""
 
 
 class CudaCapture:
@@ -35,16 +59,17 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self.pool: Any = None
+        self.stream = torch.cuda.Stream()
+        """One for all: what PyTorch has allocated for a stream, it keeps for that."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """Run twice beside the main stream, so that kernels are compiled and libraries have their memory; then
         capture."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             for _ in range(2):
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             out = run()
@@ -58,22 +83,17 @@ class _Host:
 
     whole: Tensor
     rows: np.ndarray
-    """int64 [3, B]: tokens, positions, slots."""
+    """int64 [3, T]: tokens, positions, slots."""
     lengths: np.ndarray
     """int32 [B]."""
+    starts: np.ndarray
+    """int32 [B + 1]: the first row of each sequence."""
+    items: np.ndarray
+    """int32 [W, 2]: see :class:`ridgeline.nn.memory.step_pages.Launch`."""
     table: np.ndarray
-    """int32 [B, blocks]."""
+    """int32 [B, blocks]; in a step with prompts rows are as long as it needs, and lie one behind the other."""
     sent: Any = None
     """Recorded behind its last copy to the device."""
-
-    @classmethod
-    def make(cls, batch: int, blocks: int, device: torch.device) -> _Host:
-        """Numbers of ``batch`` sequences with tables of ``blocks``."""
-        whole = torch.from_numpy(np.zeros(4 * batch * (7 + blocks), dtype=np.uint8))
-        whole = whole.pin_memory() if device.type == "cuda" else whole
-        array, at = whole.numpy(), (24 * batch, 28 * batch)
-        rows, lengths, table = array[: at[0]].view(np.int64), array[at[0] : at[1]], array[at[1] :]
-        return cls(whole, rows.reshape(3, batch), lengths.view(np.int32), table.view(np.int32).reshape(batch, blocks))
 
     def free(self) -> None:
         """Wait until the last copy has read the numbers: they are about to change. It has, where the tokens of its step
@@ -86,12 +106,32 @@ class _Numbers:
     """What a replay reads, on the device, where its address never changes; and two copies on the host, so that one can
     be filled while the other is on its way."""
 
-    def __init__(self, batch: int, blocks: int, device: torch.device) -> None:
-        self.hosts = [_Host.make(batch, blocks, device) for _ in range(2)]
-        whole = self.device = torch.zeros(self.hosts[0].whole.numel(), dtype=torch.uint8, device=device)
-        rows, lengths, table = whole.split([24 * batch, 4 * batch, 4 * batch * blocks])
-        self.rows, self.lengths = rows.view(torch.int64).view(3, batch), lengths.view(torch.int32)
-        self.table = table.view(torch.int32).view(batch, blocks)
+    def __init__(self, size: Size, sequences: int, items: int, device: torch.device) -> None:
+        """Of ``sequences``, for each of which ``size`` says how many blocks its table has."""
+        counts = (3 * size.tokens, sequences, sequences + 1, 2 * items, sequences * size.blocks)
+        used = [n * (4 if i else 8) for i, n in enumerate(counts)]  # only the first ones have 8 bytes each
+        parts = [-(-n // ALIGNED) * ALIGNED for n in used]
+        self.before = sum(parts[:-1])
+        """Bytes before the tables."""
+        self.hosts = [self._host(parts, used, sequences, device) for _ in range(2)]
+        self.device = torch.zeros(sum(parts), dtype=torch.uint8, device=device)
+        rows, *others = (t[:n] for t, n in zip(self.device.split(parts), used, strict=True))
+        self.rows = rows.view(torch.int64).view(3, -1)
+        self.lengths, self.starts, items_, self.tables = (t.view(torch.int32) for t in others)
+        self.items, self.table = items_.view(-1, 2), self.tables.view(sequences, -1)
+        self.partly = size.prompts > 0
+        """Whether a part of the tables is sent, and moved to its place then."""
+        if self.partly:
+            self.table = torch.zeros_like(self.table)
+
+    @staticmethod
+    def _host(parts: list[int], used: list[int], sequences: int, device: torch.device) -> _Host:
+        whole = torch.from_numpy(np.zeros(sum(parts), dtype=np.uint8))
+        whole = whole.pin_memory() if device.type == "cuda" else whole
+        rows, *others = (a[:n] for a, n in zip(np.split(whole.numpy(), np.cumsum(parts)[:-1]), used, strict=True))
+        lengths, starts, items, table = (a.view(np.int32) for a in others)
+        return _Host(whole, rows.view(np.int64).reshape(3, -1), lengths, starts, items.reshape(-1, 2),
+                     table.reshape(sequences, -1))  # fmt: skip
 
     def next(self) -> _Host:
         """The copy to fill."""
@@ -99,12 +139,18 @@ class _Numbers:
         self.hosts[0].free()
         return self.hosts[0]
 
-    def send(self, host: _Host) -> None:
-        """Copy it to the device; the host does not wait."""
-        self.device.copy_(host.whole, non_blocking=True)
-        if self.device.is_cuda:
+    def send(self, host: _Host, sequences: int, blocks: int) -> None:
+        """Copy it to the device, with the tables of ``sequences``, each of ``blocks``; the host does not wait."""
+        device, whole, used = self.device, host.whole, sequences * blocks
+        if self.partly:
+            end = self.before + 4 * used
+            device, whole = device[:end], whole[:end]
+        device.copy_(whole, non_blocking=True)
+        if device.is_cuda:
             host.sent = host.sent or torch.cuda.Event()
             host.sent.record()
+        if self.partly:
+            self.table[:sequences, :blocks].copy_(self.tables[:used].view(sequences, blocks))
 
 
 @dataclass
@@ -116,81 +162,198 @@ class _Graph:
     """What a replay reads beside them: a graph does not keep the memory that it reads."""
     replay: Callable[[], object]
     out: Tensor
-    """[B, H]: what the head reads."""
+    """[T, H]: what the head reads."""
 
 
 class StepGraphs:
-    """The captured decode steps of a runner. ``pad``: the block of padding rows, ``most``: sequences of a step."""
+    """The captured steps of a runner. ``pad``: the block of padding."""
 
-    def __init__(self, runner: Runner, pad: int, most: int, longest: int, capture: Capture) -> None:
-        """``longest``: tokens of a sequence."""
-        self.runner, self.pad, self.capture = runner, pad, capture
-        self.batches = [*(b for b in BATCHES if b < most), min(most, BATCHES[-1])]
+    def __init__(
+        self, runner: Runner, pad: int, limits: Limits, longest: int, make: Callable[[], Capture], drafts: int = 0
+    ) -> None:
+        """``longest``: tokens of a sequence; ``make``: makes what captures; ``drafts``: tokens of a draft."""
+        spec, most = runner.model.spec, limits.max_num_seqs
+        self.runner, self.pad, self.make = runner, pad, make
+        self.repeat = spec.num_heads // spec.num_kv_heads
+        self.most_rows = most_rows(spec.cached_dim, runner.kind)
+        """Of a program that takes a prompt's."""
+        self.few = min(1 + drafts, FEW_ROWS // self.repeat)
+        """Most new tokens of a sequence whose keys are split, in a step with prompts."""
+        self.batches = sorted({min(b, most) for b in BATCHES})
         self.widths, need = [NARROWEST], -(-longest // runner.block_size)
         while self.widths[-1] < need:
             self.widths.append(self.widths[-1] * WIDER)
         self.widths[-1] = min(self.widths[-1], need)
-        self.graphs: dict[tuple[int, int], _Graph] = {}
+        self.decode_sizes = [Size(b, b, 0, w) for w in self.widths for b in self.batches]
+        self.prompt_sizes = self._prompt_sizes(limits)
+        self.graphs: dict[Size, _Graph] = {}
+        self._shared: _Numbers | None = None
+        """The numbers of steps with prompts."""
+        self._out: Tensor | None = None
+        """[T, H]: what such a step computes. A graph's own results stay in memory for as long as it does."""
+
+    def _prompt_sizes(self, limits: Limits) -> list[Size]:
+        """The smallest first."""
+        if limits.padded:  # their rows are spread for every step anew
+            return []
+        found = []
+        for tokens in captured_tokens(limits.max_num_batched_tokens):
+            most = min(limits.max_num_seqs, CAPTURED_SEQUENCES, tokens)
+            blocks = max(self.widths[-1], -(-tokens // self.runner.block_size))  # all of it may be padding
+            prompts = min(most, captured_prompts(tokens)) if self.few else most
+            for decoding in sorted({0, min(FEW_DECODING, most), most}) if self.few else [0]:
+                found.append(Size(tokens, decoding, prompts, blocks))
+        return [s._replace(blocks=found[-1].blocks) for s in found]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture them all, the largest first: the memory of its temporaries is enough for the others."""
-        for width in reversed(self.widths):
-            for batch in reversed(self.batches):
-                self.graphs[batch, width] = self._captured(batch, width)
+        """Capture them all, the largest first: the memory of its temporaries is enough for the others. Where steps with
+        prompts cannot be captured, they are launched operator by operator."""
+        capture = self.make()
+        try:
+            for size in reversed(self.prompt_sizes):
+                self.graphs[size] = self._captured(size, capture)
+        except RuntimeError as e:
+            warnings.warn(f"steps with prompts run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
+            self.graphs, self.prompt_sizes, self._shared, self._out = {}, [], None, None
+            capture = self.make()
+        for size in reversed(self.decode_sizes):
+            self.graphs[size] = self._captured(size, capture)
 
-    def find(self, step: PackedStep) -> tuple[int, int] | None:
-        """The captured step that ``step`` can be a part of: one new token for each sequence, nothing beside."""
-        n = len(step.pieces)
-        if step.copies or step.kinds or len(step.ids) != n or not n or n > self.batches[-1]:
+    def find(self, step: PackedStep) -> Size | None:
+        """The captured step that ``step`` can be a part of: new tokens of some sequences, nothing beside."""
+        n, tokens = len(step.pieces), len(step.ids)
+        if step.copies or step.kinds or not n or any(p.path for p in step.pieces):
             return None
-        if any(p.path for p in step.pieces):
+        if tokens > n:
+            return self._find_with_prompts(step, tokens)
+        if n > self.batches[-1]:
             return None
-        blocks = max(-(-p.length // self.runner.block_size) for p in step.pieces)
-        return next(b for b in self.batches if b >= n), next(w for w in self.widths if w >= blocks)
+        blocks = -(-max(p.length for p in step.pieces) // self.runner.block_size)
+        batch = self.batches[bisect_left(self.batches, n)]
+        return Size(batch, batch, 0, self.widths[bisect_left(self.widths, blocks)])
 
-    def run(self, step: PackedStep, key: tuple[int, int]) -> Tensor:
+    def _find_with_prompts(self, step: PackedStep, tokens: int) -> Size | None:
+        if self.runner.restoring is not None:  # layer by layer, the first of which need not wait for the last
+            return None
+        decoding = sum(p.stop - p.start <= self.few for p in step.pieces)
+        prompts = len(step.pieces) - decoding
+        fit = (s for s in self.prompt_sizes if s.tokens >= tokens and s.decoding >= decoding and s.prompts >= prompts)
+        return next(fit, None)
+
+    def run(self, step: PackedStep, size: Size) -> Tensor:
         """Do a step by its graph → [T, H], which the next step overwrites."""
-        graph, n, size = self.graphs[key], len(step.pieces), self.runner.block_size
-        host = graph.numbers.next()
-        self._pad(host, n)
-        host.rows[0, :n], host.rows[1, :n], host.rows[2, :n] = step.ids, step.at, step.slots
-        for i, piece in enumerate(step.pieces):
-            used = -(-piece.length // size)
-            host.lengths[i] = piece.length
-            host.table[i, :used] = np.frombuffer(piece.blocks, dtype=np.int32, count=used)
-        graph.numbers.send(host)
+        graph = self.graphs[size]
+        self._send(graph.numbers, size, [step.ids, step.at, step.slots], step.pieces)
         step.fill(graph.numbers.rows[0])
         graph.replay()
-        return graph.out[:n]
+        return graph.out[: len(step.ids)]
 
-    def _pad(self, host: _Host, n: int) -> None:
-        """Rows from ``n`` on are padding: token 0 at place 0 of a sequence of one."""
+    def _send(self, numbers: _Numbers, size: Size, rows: list[list[int]], pieces: Sequence[Piece]) -> None:
+        """Send a step's numbers and those of its padding. ``rows``: tokens, positions and slots."""
+        host, tokens, block = numbers.next(), len(rows[0]), self.runner.block_size
+        host.rows[0, :tokens], host.rows[1, :tokens], host.rows[2, :tokens] = rows
+        host.lengths[: len(pieces)] = lengths = [p.length for p in pieces]
+        table = self._divide(host, size, pieces, max(lengths, default=1)) if size.prompts else self._pad(host, tokens)
+        for i, piece in enumerate(pieces):
+            n = -(-lengths[i] // block)
+            table[i, :n] = np.frombuffer(piece.blocks, dtype=np.int32, count=n)
+        numbers.send(host, *table.shape)
+
+    def _pad(self, host: _Host, n: int) -> np.ndarray:
+        """Sequences from ``n`` on of a decode step are padding: token 0 at place 0 of a sequence of one → the tables,
+        [B, blocks]."""
+        table = host.table
         host.rows[:2, n:] = 0
         host.rows[2, n:] = self.pad * self.runner.block_size
         host.lengths[n:] = 1
-        host.table[n:, 0] = self.pad
+        table[n:, 0] = self.pad
+        return table
 
-    def _captured(self, batch: int, width: int) -> _Graph:
+    def _divide(self, host: _Host, size: Size, pieces: Sequence[Piece], longest: int) -> np.ndarray:
+        """Say which rows are whose in a step with prompts, with sequences of up to ``longest`` tokens → the tables of
+        all sequences but empty ones, [n + 1, blocks].
+
+        Behind the step's sequences comes one of padding. Its tokens are 0 at place 0, and are written to the padding's
+        block in turn, so that all that they see was written. What else there is room for is empty; items that are not
+        needed name the last one, which always is.
+        """
+        n, block, spec = len(pieces), self.runner.block_size, self.runner.model.spec
+        tokens = pieces[-1].stop if pieces else 0
+        pads, empty = size.tokens - tokens, size.decoding + size.prompts + 1
+        host.rows[:2, tokens : size.tokens] = 0
+        host.rows[2, tokens : size.tokens] = self.pad * block + np.arange(pads) % block
+        host.starts[:n] = [p.start for p in pieces]
+        host.starts[n], host.starts[n + 1 : empty + 2] = tokens, size.tokens
+        host.lengths[n], host.lengths[n + 1 : empty + 1] = pads, 0
+        counts = [p.stop - p.start for p in pieces]
+        divided = launches(counts, self.repeat, spec.cached_dim, self.runner.kind, self.few * self.repeat)
+        decoding, prompts = ([i for d in divided if d.split == split for i in d.items] for split in (True, False))
+        prompts += [(n, first) for first in range(0, pads * self.repeat, self.most_rows)]
+        for place, found in zip(self._places(size), (decoding, prompts), strict=True):
+            items = host.items[place]
+            items[len(found) :] = empty, 0
+            if found:
+                items[: len(found)] = found
+        blocks = -(-max(pads, longest) // block)
+        table = host.table.ravel()[: (n + 1) * blocks].reshape(n + 1, blocks)
+        table[n] = self.pad
+        return table
+
+    def _places(self, size: Size) -> tuple[slice, slice]:
+        """Where the items of decoding sequences and of prompts are."""
+        first = self.prompt_sizes[-1].decoding  # the most of all
+        return slice(0, size.decoding), slice(first, first + self._most_items(size))
+
+    def _most_items(self, size: Size) -> int:
+        """Items of prompts at most, whose last programs may each have few rows; padding's too."""
+        return size.tokens * self.repeat // self.most_rows + size.prompts + 1
+
+    def _captured(self, size: Size, capture: Capture) -> _Graph:
         runner, layout = self.runner, self.runner.layout
-        numbers = _Numbers(batch, width, runner.device)
-        host = numbers.next()
-        self._pad(host, 0)
-        numbers.send(host)
-        rows, lengths, table = numbers.rows, numbers.lengths, numbers.table
-        spec = runner.model.spec
-        (launch,) = launches([1] * batch, spec.num_heads // spec.num_kv_heads, spec.cached_dim, runner.kind)
-        items = torch.tensor(launch.items, dtype=torch.int32).to(runner.device)
-        starts = torch.arange(batch + 1, dtype=torch.int32).to(runner.device)
-        work = Work(items, launch.rows, launch.used, launch.split)
-        pages = Pages(table, lengths, starts, runner.block_size, (work,), [1] * batch)
+        numbers, work, count = self._with_prompts(size) if size.prompts else self._decoding(size)
+        self._send(numbers, size, [[], [], []], [])
+        rows = numbers.rows[:, : size.tokens]
+        # A prompt of all tokens stands for all that there may be.
+        new = [size.tokens] if size.prompts else [1] * count
+        pages = Pages(numbers.table[:count], numbers.lengths[:count], numbers.starts[: count + 1], runner.block_size,
+                      work, new)  # fmt: skip
+        ends = [0, size.tokens] if size.prompts else range(count + 1)
 
         def run() -> Tensor:
             layout.slots = rows[2]
-            layout.pieces = [Piece(i, i + 1, [], False, 1) for i in range(batch)]
+            layout.pieces = [Piece(a, b, [], False, b - a) for a, b in pairwise(ends)]
             layout.pages = pages
             runner.kinds = None
-            return runner.forward(rows[0][None], rows[1])
+            out = runner.forward(rows[0][None], rows[1])
+            return self._kept(out) if size.prompts else out
 
-        replay, out = self.capture(run)
+        replay, out = capture(run)
         return _Graph(numbers, pages, replay, out)
+
+    def _kept(self, out: Tensor) -> Tensor:
+        """``out`` [T, H] in the memory that results of all steps with prompts share."""
+        if self._out is None:  # before anything is captured, by the largest
+            self._out = torch.empty_like(out)
+        return self._out[: len(out)].copy_(out)
+
+    def _decoding(self, size: Size) -> tuple[_Numbers, tuple[Work, ...], int]:
+        """A decode step's numbers, of which the host never changes who has which rows."""
+        spec = self.runner.model.spec
+        (launch,) = launches([1] * size.tokens, self.repeat, spec.cached_dim, self.runner.kind)
+        numbers = _Numbers(size, size.tokens, len(launch.items), self.runner.device)
+        for host in numbers.hosts:
+            host.starts[:], host.items[:] = np.arange(size.tokens + 1), launch.items
+        return numbers, (Work(numbers.items, launch.rows, launch.used, launch.split),), size.tokens
+
+    def _with_prompts(self, size: Size) -> tuple[_Numbers, tuple[Work, ...], int]:
+        """The numbers of steps with prompts: sequences beside those that there is room for are padding and empty."""
+        if self._shared is None:
+            largest = self.prompt_sizes[-1]
+            self._shared = _Numbers(largest, largest.decoding + largest.prompts + 2, self._places(largest)[1].stop,
+                                    self.runner.device)  # fmt: skip
+        decoding, prompts = (self._shared.items[place] for place in self._places(size))
+        used = self.few * self.repeat
+        work = [Work(decoding, fewest_rows(used), used, True)] if size.decoding else []
+        work.append(Work(prompts, self.most_rows, self.most_rows, False))
+        return self._shared, tuple(work), size.decoding + size.prompts + 2

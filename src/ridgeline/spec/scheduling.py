@@ -13,18 +13,32 @@ from ridgeline.spec.workload import Serve
 OWN = "ridgeline"
 """The name of Ridgeline's own serving engine."""
 CAPTURED_SEQUENCES = 256
-"""Maximum number of sequences of a decode step that it captures as a CUDA graph."""
+"""Maximum number of decoding sequences in a step that it captures as a CUDA graph."""
+CAPTURED_TOKENS: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792,
+                                    2048)  # fmt: skip
+"""Tokens of the captured steps that have prompts; a step is padded to the next of them."""
 WIDEST_HEAD = 256
-"""Maximum head dimension of its paged attention on GPUs, which decode steps need to be captured."""
+"""Maximum head dimension of its paged attention on GPUs, which steps need to be captured."""
 CACHE_SHARE = {"cpu": 0.25, "gpu": 0.9}
 """Default for the largest fraction of free memory that the key/value pool takes: others need a computer's; of a
 GPU's, the rest is for the largest step and for captured ones."""
 
 
 def captures(m: ModelSpec) -> bool:
-    """Whether decode steps of a model can be captured as CUDA graphs: those whose attention is one kernel over the
-    pages, which there is not for latent attention and wider heads."""
+    """Whether steps of a model can be captured as CUDA graphs: those whose attention is one kernel over the pages,
+    which there is not for latent attention and wider heads."""
     return not m.is_latent and m.cached_dim <= WIDEST_HEAD
+
+
+def captured_tokens(most: int) -> list[int]:
+    """:data:`CAPTURED_TOKENS` of an engine whose steps have ``most`` tokens at most."""
+    return sorted({min(n, most) for n in CAPTURED_TOKENS})
+
+
+def captured_prompts(tokens: int) -> int:
+    """Prompts that a captured step of ``tokens`` has room for: attention starts programs for each, also for those that
+    are not there."""
+    return 8 + tokens // 32
 
 
 @dataclass

@@ -113,8 +113,8 @@ class Technique(BaseModel):
     order: ClassVar[int] = 0
     """Order within the phase, low first."""
     captured: ClassVar[bool] = True
-    """Whether decode steps with it can be captured as CUDA graphs: the pass reads no data on the host, and launches the
-    same in every step of as many sequences."""
+    """Whether steps with it can be captured as CUDA graphs: the pass reads no data on the host, and launches the same
+    in every step of as many tokens."""
 
     @model_validator(mode="before")
     @classmethod

@@ -104,8 +104,10 @@ def _serving(e: Any, device: Any, settings: dict[str, Any]) -> dict[str, dict[st
     from ridgeline.serve import step_graphs
     from ridgeline.serve.build_engine import make_engine
     from ridgeline.serve.request import EngineRequest, Sampling
+    from ridgeline.spec import scheduling
 
     step_graphs.BATCHES = (_SEQUENCES,)  # others are not needed
+    scheduling.CAPTURED_TOKENS = (_SEQUENCES * _PROMPT,)
     engine = make_engine(e, device)
     sequences = min(_SEQUENCES, engine.limits.max_num_seqs)
     prompt = min(_PROMPT, engine.max_model_len // 2)

@@ -3,7 +3,7 @@ FlashInfer. Signatures and conditions are those of their sources (PyTorch 2.13, 
 2026, FlashInfer 0.7); none of these calls has run on a GPU yet.
 
 The pool [1, G, slots, D] is pages as it lies: seen as [pages, block, G, D], a key head's part of a page is one piece.
-A step of one new token for each sequence may be captured in a CUDA graph, where lengths are read on the device alone.
+Steps may be captured in a CUDA graph, where lengths are read on the device alone, which FlashInfer's call does not.
 """
 
 from __future__ import annotations
@@ -101,13 +101,16 @@ def flash_attention_3() -> PageAttention:
 
 
 def flashinfer() -> PageAttention:
-    """FlashInfer's, planned once for a step and each width of its windows, from numbers that the host has."""
+    """FlashInfer's, planned once for a step and each width of its windows, from numbers that the host has: a step that
+    is captured raises :class:`RuntimeError`."""
     import flashinfer as library
 
     planned: dict[int, tuple[Pages, Any]] = {}
     workspace: list[Tensor] = []
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, window: int) -> Tensor:
+        if not pages.held:
+            raise RuntimeError("FlashInfer plans attention on the host")
         held = planned.get(window)
         if held is None:
             if not workspace:

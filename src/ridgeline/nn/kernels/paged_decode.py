@@ -121,6 +121,9 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
     b, length, start, query, head, mine, position, _, oldest, begin, end = rows_and_keys(
         work, table, lengths, starts, repeat, window, splits, CHUNKED, ROWS, TILE, LEAST, EARLY
     )
+    if not SPLIT:  # noqa: SIM102
+        if begin >= end:  # of an empty sequence
+            return
     wide = tl.arange(0, STORED)
     place = q + (start + query).to(tl.int64)[None, :] * q_row + head[None, :] * q_head + wide[:, None]
     low = tl.load(place, mine[None, :], other=0.0)

@@ -70,16 +70,26 @@ class Pages:
         return set(self.new) == {1}
 
 
-def launches(counts: Sequence[int], repeat: int, width: int, kind: str) -> list[Launch]:
-    """What sequences with ``counts`` new tokens are divided into. Their key heads have ``repeat`` heads of ``width``
-    each, and their pool is of ``kind`` (``int4``, …; empty: plain)."""
+def most_rows(width: int, kind: str) -> int:
+    """Most rows of a program, as many as registers hold: of heads of ``width``, over a pool of ``kind`` (``int4``, …;
+    empty: plain)."""
+    return 128 if width <= 128 and kind != "int4" else 64
+
+
+def fewest_rows(used: int) -> int:
+    """Rows of a program for ``used`` of them: a power of two, 16 or more."""
+    return max(16, 1 << (used - 1).bit_length())
+
+
+def launches(counts: Sequence[int], repeat: int, width: int, kind: str, few: int = FEW_ROWS) -> list[Launch]:
+    """What sequences with ``counts`` new tokens are divided into: those of up to ``few`` rows, and the others. Their
+    key heads have ``repeat`` heads of ``width`` each, and their pool is of ``kind``."""
     found = []
-    most_rows = 128 if width <= 128 and kind != "int4" else 64  # of a program: as many as registers hold
     for many in (False, True):
-        mine = [(b, n * repeat) for b, n in enumerate(counts) if n and (n * repeat > FEW_ROWS) == many]
+        mine = [(b, n * repeat) for b, n in enumerate(counts) if n and (n * repeat > few) == many]
         if mine:
             most = max(n for _, n in mine)
-            rows = most_rows if many else max(16, 1 << (most - 1).bit_length())
+            rows = most_rows(width, kind) if many else fewest_rows(most)
             items = [(b, first) for b, n in mine for first in range(0, n, rows)]
             found.append(Launch(items, rows, min(most, rows), not many))
     return found

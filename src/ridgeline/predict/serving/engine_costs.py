@@ -34,7 +34,8 @@ class EngineCosts:
     name: str
     title: str
     graphs: bool
-    """Whether decode iterations are replayed as CUDA graphs."""
+    """Whether decode iterations are replayed as CUDA graphs; Ridgeline's own engine has some of those with prompts, too
+    (:func:`ridgeline.spec.scheduling.captured_tokens`)."""
     dispatch_s: float
     """Host seconds to issue one operator of an eager iteration."""
     iteration_s: float
@@ -208,14 +209,15 @@ ENGINES: dict[str, EngineCosts] = {
             fitted_on=("rtx3090", "a100-80g-pcie", "a100-80g-sxm"),
         ),
         EngineCosts(
-            "ridgeline", "Ridgeline's own engine, decode steps as CUDA graphs on GPUs", True,
+            "ridgeline", "Ridgeline's own engine, steps as CUDA graphs on GPUs", True,
             dispatch_s=130e-6, iteration_s=70e-6, schedule_s=0.0, sequence_s=20e-6, layer_s=0.0,
             prefill_share=1.0, request_s=4e-3, admission_s=1e-3,
             max_num_seqs=256, max_num_batched_tokens=2048, chunked=False, overlap=True, expand_share=1.0,
             one_shot=False,
             source="one H100 (benchmarks/results/gpu_h100): uncaptured steps of Llama 3.2 1B and prompts of 3.1 8B give"
-            " dispatch_s, captured ones iteration_s and a bound for sequence_s; what requests take is assumed."
-            " `ridgeline probe` measures all of them on a CPU", fitted_on=("h100-sxm",),
+            " dispatch_s, captured decode steps iteration_s and a bound for sequence_s; what requests take, and that"
+            " captured prompts cost the host the same, is assumed. `ridgeline probe` measures all of them on a CPU",
+            fitted_on=("h100-sxm",),
         ),
     )
 }  # fmt: skip

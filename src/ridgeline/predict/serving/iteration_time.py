@@ -22,7 +22,15 @@ from ridgeline.predict.serving.weight_transfers import weight_transfers
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
-from ridgeline.spec.scheduling import CAPTURED_SEQUENCES, OWN, Speculation, captures
+from ridgeline.spec.scheduling import (
+    CAPTURED_SEQUENCES,
+    OWN,
+    Speculation,
+    captured_prompts,
+    captured_tokens,
+    captures,
+)
+from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import as_in_engines
 from ridgeline.techniques.technique import Technique
 
@@ -192,9 +200,13 @@ class Iterations:
         """Host seconds to issue the operators of one eager iteration."""
         self._plain: dict[int, tuple[float, float]] = {}
         self._drafted: dict[int, tuple[float, float, float]] = {}
-        s = engine.scheduling(techniques)
+        s, device = engine.scheduling(techniques), cluster.device
+        if isinstance(e.workload, Serve):
+            s.take_workload(e.workload)
         self.speculation = s.speculation
-        device = cluster.device
+        captured = engine.name == OWN and engine.graphs and device.kind == "gpu" and not s.limits.padded
+        self.captured = captured_tokens(s.limits.max_num_batched_tokens) if captured else []
+        """Tokens of captured iterations with prompts."""
         logits = 4.0 * e.model.vocab_size / e.parallel.get("tp", 1)
         self._choosing = (s.logit_reads - 1) * logits / device.memory_bandwidth if device.kind == "gpu" else 0.0
         """Seconds of each additional read of a row of logits; on a CPU, its part of the engine's measured time."""
@@ -253,8 +265,9 @@ class Iterations:
         rows, (low, high) = s.rows, self.contexts
         short, long = (self.parts.attention(n, rows, c + rows) for c in (low, high))
         slope = max(0.0, (long - short) / (high - low))
-        a, b = self.body(n * rows) + self.head(n * rows) + short - slope * low, slope / n
-        if self.engine.name == OWN:  # which captures steps of one token per sequence only
+        size = 0 if s.nodes else self._size(n, n * rows, 0)
+        a, b = self.body(size or n * rows) + self.head(n * rows) + short - slope * low, slope / n
+        if self.engine.name == OWN and not size:  # which captures no trees
             a += max(0.0, self.dispatch_s - a - b * n * (low + high) / 2)
         if s.model is not None:
             alone = {"model": s.model, "plan": Plan(), "parallel": {}}
@@ -292,9 +305,15 @@ class Iterations:
         text = e.reply_s + e.token_s * n - self._waits(n)
         return max(hidden + (self.dispatch_s if eager else 0.0), self.parts.weights.beside, text)
 
+    def _size(self, decoding: int, tokens: int, prompts: int) -> int:
+        """Number of tokens to which an iteration is padded as it was captured; 0: it was not. ``decoding``: sequences
+        of a token or a draft; ``tokens``: of all."""
+        fit = (t for t in self.captured if t >= tokens and captured_prompts(t) >= prompts)
+        return next(fit, 0) if decoding <= CAPTURED_SEQUENCES else 0
+
     def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int, pads: int = 0) -> float:
         """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences, which do
-        not draft then.
+        not draft then. One that Ridgeline's own engine has captured is one launch, of as many tokens as were captured.
 
         ``cached``: total number of cached tokens of the decoding sequences. ``pads``: padding rows that are computed in
         addition to the tokens, except in attention.
@@ -307,17 +326,19 @@ class Iterations:
         rows = n + len(prompts)
         attention = sum(self.prompt_attention(q, before) for q, before in prompts)
         new += pads
-        whole, links = self.body(n + new), self.links(n + new)
+        size = self._size(n, n + new, len(prompts))
+        computed = size or n + new
+        whole, links = self.body(computed), self.links(computed)
         slow = attention + whole - links - (self.body(n) - self.links(n) if n else 0.0)
         extra = slow * (1 / self.engine.prefill_share - 1)
-        extra += (self.expanded(n + new) - (self.expanded(n) if n else 0.0)) * (1 / self.engine.expand_share - 1)
+        extra += (self.expanded(computed) - (self.expanded(n) if n else 0.0)) * (1 / self.engine.expand_share - 1)
         gpu = whole + attention + self.head(rows) + extra
         if n:
             a, b = self._one(n)
             gpu += a + b * cached - self.body(n) - self.head(n)
         over = max(0, new - self.engine.spill_tokens) if self.engine.spill_tokens else 0
         host = self.engine.layer_s * self.e.model.num_layers + over * self.engine.spill_s
-        return max(gpu, self._beside(rows, eager=True)) + host + self._waits(rows)
+        return max(gpu, self._beside(rows, eager=not size)) + host + self._waits(rows)
 
 
 def _join(e: Experiment, rows: int) -> Op:
