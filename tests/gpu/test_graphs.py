@@ -27,6 +27,7 @@ from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.step_graphs import CudaCapture, StepGraphs
+from ridgeline.spec import scheduling
 from ridgeline.spec.scheduling import Limits
 from ridgeline.techniques.registry import registry
 
@@ -191,6 +192,21 @@ def test_replayed_steps_read_what_is_cached_of_a_prompt(made):
         assert run(engine, request)[0] == run(plain, request)[0]
     first = [step.pieces[0] for step, size in steps if size.prompts]
     assert sum(p.length - (p.stop - p.start) == 8 for p in first) >= 4
+
+
+def test_few_tokens_behind_many_are_launched_by_themselves(made, monkeypatch):
+    """Their keys are divided over programs, which captured steps do for decoding sequences only."""
+    monkeypatch.setattr(scheduling, "FAR", 40)
+    engine, plain = made("llama-mini", True), made("llama-mini", False)
+    find, sizes = engine.runner.graphs.find, {}
+    engine.runner.graphs.find = lambda step: sizes.setdefault(step.pieces[-1].length, find(step))
+    for length in (39, 42):  # whose prefix is computed by the first requests, in chunks of 20 tokens
+        for name in ("first", "second"):
+            request = EngineRequest(f"{name} {length}", list(range(5, 5 + length)), Sampling(max_tokens=3))
+            assert run(engine, request)[0] == run(plain, request)[0]
+    assert sizes[39].prompts
+    assert sizes[42] is None
+    assert not sizes[43].prompts
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -24,8 +24,15 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.memory.kv_pool import Piece
-from ridgeline.nn.memory.step_pages import FEW_ROWS, Pages, Work, fewest_rows, launches, most_rows
-from ridgeline.spec.scheduling import CAPTURED_SEQUENCES, Limits, captured_prompts, captured_tokens
+from ridgeline.nn.memory.step_pages import Pages, Work, fewest_rows, launches, most_rows
+from ridgeline.spec.scheduling import (
+    CAPTURED_SEQUENCES,
+    FEW_ROWS,
+    Limits,
+    captured_prompts,
+    captured_tokens,
+    divides_far_keys,
+)
 
 if TYPE_CHECKING:
     from ridgeline.serve.runner import PackedStep, Runner
@@ -236,7 +243,11 @@ class StepGraphs:
     def _find_with_prompts(self, step: PackedStep, tokens: int) -> Size | None:
         if self.runner.restoring is not None:  # layer by layer, the first of which need not wait for the last
             return None
-        decoding = sum(p.stop - p.start <= self.few for p in step.pieces)
+        counts = [p.stop - p.start for p in step.pieces]
+        if any(n > self.few and divides_far_keys(n, p.length, self.repeat)
+               for n, p in zip(counts, step.pieces, strict=True)):  # fmt: skip
+            return None
+        decoding = sum(n <= self.few for n in counts)
         prompts = len(step.pieces) - decoding
         fit = (s for s in self.prompt_sizes if s.tokens >= tokens and s.decoding >= decoding and s.prompts >= prompts)
         return next(fit, None)

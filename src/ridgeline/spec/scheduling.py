@@ -41,6 +41,18 @@ def captured_prompts(tokens: int) -> int:
     return 8 + tokens // 32
 
 
+FEW_ROWS = 64
+"""Most rows of a sequence (new tokens · query heads of a key head) whose keys attention divides over programs."""
+FAR = 8192
+"""Tokens of a sequence from which few programs read them for longer than a step takes to be launched."""
+
+
+def divides_far_keys(tokens: int, length: int, repeat: int) -> bool:
+    """Whether a prompt's ``tokens`` are so few, and its whole ``length`` such, that its keys should be divided, which
+    captured steps do for decoding sequences only. ``repeat``: query heads of a key head."""
+    return tokens * repeat <= FEW_ROWS and length > FAR
+
+
 @dataclass
 class Limits:
     """Limits of a step and of the queue, and options of the scheduler. Techniques set them."""

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FEW_ROWS = 64
-"""Most rows of a sequence whose keys are split over programs."""
+from ridgeline.spec.scheduling import FEW_ROWS
 
 
 class Launch(NamedTuple):

@@ -29,6 +29,7 @@ from ridgeline.spec.scheduling import (
     captured_prompts,
     captured_tokens,
     captures,
+    divides_far_keys,
 )
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import as_in_engines
@@ -207,6 +208,7 @@ class Iterations:
         captured = engine.name == OWN and engine.graphs and device.kind == "gpu" and not s.limits.padded
         self.captured = captured_tokens(s.limits.max_num_batched_tokens) if captured else []
         """Tokens of captured iterations with prompts."""
+        self.repeat = e.model.num_heads // e.model.num_kv_heads
         logits = 4.0 * e.model.vocab_size / e.parallel.get("tp", 1)
         self._choosing = (s.logit_reads - 1) * logits / device.memory_bandwidth if device.kind == "gpu" else 0.0
         """Seconds of each additional read of a row of logits; on a CPU, its part of the engine's measured time."""
@@ -326,7 +328,8 @@ class Iterations:
         rows = n + len(prompts)
         attention = sum(self.prompt_attention(q, before) for q, before in prompts)
         new += pads
-        size = self._size(n, n + new, len(prompts))
+        far = any(divides_far_keys(q, before + q, self.repeat) for q, before in prompts)
+        size = 0 if far else self._size(n, n + new, len(prompts))
         computed = size or n + new
         whole, links = self.body(computed), self.links(computed)
         slow = attention + whole - links - (self.body(n) - self.links(n) if n else 0.0)
