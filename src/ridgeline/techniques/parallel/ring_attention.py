@@ -206,6 +206,10 @@ def _gather(g: Graph, rows: float, c: int, stride: int, waits: bool) -> None:
         split_saved(b, ["attention.k", "attention.v"], c)
         b.forward = parted(b.forward, "attention.flash", 12.0)
         b.backward = parted(b.backward, "attention.flash.bwd", 30.0)
+        gathered = 2 * DTYPE_BYTES[g.dtype] * rows * c
+        b.workspace += gathered + 6 * rows  # and one part's result beside the fp32 sum
+        # The sums of three gradients, those received, and one part's.
+        b.backward_workspace += gathered + (12 + 8 + 6) * rows
 
     g.each_block(gather, layers_only=True)
 
