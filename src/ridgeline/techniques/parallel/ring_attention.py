@@ -113,8 +113,6 @@ class RingAttention(Technique):
             rows = float(g.tokens * e.model.q_size / e.parallel.get("tp", 1))
             waits = has(e, "compiled_pieces")
             g.closing.insert(0, lambda graph: _gather(graph, rows, c, stride, waits))
-            if waits:
-                g.closing.append(_gather_once)
         else:
             g.closing.insert(0, lambda graph: _exchange(graph, elements, c, stride))
         return g
@@ -212,6 +210,8 @@ def _gather(g: Graph, rows: float, c: int, stride: int, waits: bool) -> None:
         b.backward_workspace += gathered + (12 + 8 + 6) * rows
 
     g.each_block(gather, layers_only=True)
+    if waits:
+        g.closing.append(_gather_once)  # after all that repeats operators
 
 
 def _gather_once(g: Graph) -> None:
