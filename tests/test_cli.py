@@ -302,12 +302,14 @@ def test_a_found_plan_can_be_predicted_and_planned_again(ridgeline, tmp_path):
     assert "of parameters and optimizer states move" in out
 
 
-def test_a_batch_of_fewer_sequences_than_devices_is_planned(ridgeline, tmp_path):
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_batch_of_fewer_sequences_than_devices_is_planned(ridgeline, tmp_path, devices):
     """Plans that divide the model have fewer replicas."""
-    asked = ("plan", "gpt2", "--on", "2xrtx4090", "--batch-size", "1", "--seq-len", "256", "--only", "tensor_parallel")
-    code, out, _ = ridgeline(*asked, "--workers", "1", "--out", str(tmp_path), "--json")
+    asked = ("plan", "gpt2", "--on", f"{devices}xrtx4090", "--batch-size", "1", "--seq-len", "256")
+    asked = (*asked, "--only", "tensor_parallel", "--workers", "1", "--out", str(tmp_path))
+    code, out, _ = ridgeline(*asked, "--json")
     assert code == 0
-    assert "tensor_parallel:degree=2" in str(json.loads(out)["best"])
+    assert f"tensor_parallel:degree={devices}" in str(json.loads(out)["best"])
 
 
 @pytest.mark.parametrize(
