@@ -112,3 +112,8 @@ def ask(model, on, workload, plan):
 @given(questions())
 def test_a_question_has_an_answer_or_one_message(question):
     ask(*question)
+
+
+def test_activations_that_are_all_gone_are_not_less_than_none():
+    plan = [{"technique": "swap_advisor", "budget": "640kB", "share": 0.01}]
+    assert ask("bert-base", "a100-40g-pcie", {"kind": "pretrain", "seq_len": 2}, plan)

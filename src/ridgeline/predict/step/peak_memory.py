@@ -273,7 +273,8 @@ class _Sweep:
             "temporaries": self.live.temporaries,
             "buffers": self.g.buffers + self.arena,
         }
-        return Peak({k: v for k, v in categories.items() if v}, self.at.value.format(self.at_block))
+        # Less than a byte is what sums of shares leave of nothing.
+        return Peak({k: v for k, v in categories.items() if v >= 1.0}, self.at.value.format(self.at_block))
 
     def _consider(
         self, instant: Instant, block: str, gathered: float, gradients: float, activations: float, temporaries: float
