@@ -302,6 +302,16 @@ def test_a_found_plan_can_be_predicted_and_planned_again(ridgeline, tmp_path):
     assert "of parameters and optimizer states move" in out
 
 
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_batch_of_fewer_sequences_than_devices_is_planned(ridgeline, tmp_path, devices):
+    """Plans that divide the model have fewer replicas."""
+    asked = ("plan", "gpt2", "--on", f"{devices}xrtx4090", "--batch-size", "1", "--seq-len", "256")
+    asked = (*asked, "--only", "tensor_parallel", "--workers", "1", "--out", str(tmp_path))
+    code, out, _ = ridgeline(*asked, "--json")
+    assert code == 0
+    assert f"tensor_parallel:degree={devices}" in str(json.loads(out)["best"])
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -12,8 +12,8 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.registry import make, partners, registry
 
-MODELS = ("llama2-7b", "llama2-70b", "mixtral-8x7b", "gpt3-175b", "gpt2", "opt-1.3b", "bert-large", "t5-large",
-          "qwen3-235b-a22b", "gpt-oss-120b", "llama-tiny")  # fmt: skip
+MODELS = ("llama2-7b", "llama2-70b", "mixtral-8x7b", "gpt3-175b", "gpt2", "opt-1.3b", "bert-large", "switch-base-8",
+          "t5-large", "qwen3-235b-a22b", "gpt-oss-120b", "llama-tiny")  # fmt: skip
 DEVICES = ("a100-80g-sxm", "h100-sxm", "b200", "rtx3090", "rtx4090", "t4", "mi300x", "v100-32g-sxm")
 COUNTS = st.sampled_from([1, 2, 3, 4, 8, 8, 16, 64])
 LENGTHS = st.sampled_from([1, 2, 7, 31, 128, 128, 1000, 1000])
@@ -112,3 +112,8 @@ def ask(model, on, workload, plan):
 @given(questions())
 def test_a_question_has_an_answer_or_one_message(question):
     ask(*question)
+
+
+def test_activations_that_are_all_gone_are_not_less_than_none():
+    plan = [{"technique": "swap_advisor", "budget": "640kB", "share": 0.01}]
+    assert ask("bert-base", "a100-40g-pcie", {"kind": "pretrain", "seq_len": 2}, plan)

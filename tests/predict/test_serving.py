@@ -67,6 +67,11 @@ def test_what_does_not_fit_is_said():
     assert "tensor_parallel" in r.reason
     r = serve("llama2-7b", "8xrtx4090", ["tensor_parallel:degree=8"], prompt_len=4000, output_len=90)
     assert r.status == "ok"
+    r = serve("llama2-70b", "rtx4090", engine="ridgeline")
+    assert r.status == "infeasible"
+    assert "138" in r.reason
+    with pytest.raises(UserError, match="room for 1 blocks"):
+        serve(engine="ridgeline", kv_cache_bytes=9 << 20)
 
 
 def test_an_8_bit_cache_holds_twice_the_tokens():

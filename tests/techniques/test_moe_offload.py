@@ -242,3 +242,16 @@ def test_bits_of_experts_are_predicted():
     assert mixed[1] == pytest.approx((two[1] * experts + four[1] * others) / (experts + others))
     with pytest.raises(Incompatible, match="no experts"):
         experiments.make("llama2-7b", "a100", w, ["rtn:bits=4,expert_bits=3"])
+
+
+def test_a_step_of_a_decoder_fetches_no_experts_of_the_encoder():
+    """Half of the mixtures of Switch Transformers are in the encoder."""
+    work = {"kind": "generate", "prompt_len": 64, "output_len": 4, "batch_size": 2}
+    whole, offloaded = (
+        predict(experiments.make("switch-base-8", "h100", work, plan)) for plan in ([], ["moe_offload:experts=1"])
+    )
+    held, less = (next(m.bytes for m in r.memory if m.category == "parameters") for r in (whole, offloaded))
+    assert less < 0.6 * held
+    slower = {k: offloaded.metrics[k].value / whole.metrics[k].value for k in ("ttft_s", "tpot_s")}
+    assert slower["tpot_s"] > 1
+    assert slower["ttft_s"] > 1

@@ -64,6 +64,7 @@ def plan(
     from ridgeline.search import Question, answer_tables, search
     from ridgeline.search.question import parse_slo
     from ridgeline.search.why import closest_miss, relaxations, why_not
+    from ridgeline.spec.device import Cluster
     from ridgeline.techniques.registry import brief
 
     if fleet:
@@ -90,7 +91,8 @@ def plan(
     trains = task in ("pretrain", "finetune")
     if trains:  # throughput needs one batch size for all layouts
         fields.setdefault("batch_size", 4 * cluster.size)
-    e = experiments.make(model, cluster.parts[0] if cluster.parts and trains else cluster, fields, [])
+    # A plan that divides the model has fewer replicas than devices, which need not divide the batch.
+    e = experiments.make(model, Cluster(device=cluster.device) if trains else cluster, fields, [])
     question = Question(
         e.model, cluster, e.workload, goal, parse_slo(slo or []), experiments.plan_of(with_ or [], "--with"),
         frozenset(allow or ()), frozenset(only or ()), frozenset(forbid or ()),

@@ -28,7 +28,7 @@ ENGINE = {"first": 0.51, "token": 0.15}
 token."""
 MEMORY = 0.04
 """The same for peak memory: of what is allocated."""
-RESERVED = {"allocator": 0.065, "stages": 0.16}
+RESERVED = {"allocator": 0.065, "stages": 0.15}
 """The same in training on a GPU in addition, of what the caching allocator keeps in pieces that nothing fits in; where
 stages of a pipeline hold several micro-batches, more. The least that holds 95 % of the published runs of torchtitan: 14
 without stages, 6 with."""

@@ -301,10 +301,8 @@ def nearest_divisor(size: int, degree: int) -> int:
 
 
 def degrees(e: Experiment, most: int, sizes: tuple[int, ...] = ()) -> list[int]:
-    """Powers of two from 2 to ``most`` that divide the devices and every one of ``sizes``."""
-    out, n = [], 2
-    while n <= min(most, e.world):
-        if e.world % n == 0 and all(size % n == 0 for size in sizes):
-            out.append(n)
-        n *= 2
-    return out
+    """Powers of two from 2 to ``most`` that divide the devices and every one of ``sizes``; where the number of devices
+    is none, also these times its odd factor (of six devices 2, 3 and 6)."""
+    odd = e.world // (e.world & -e.world)
+    found = {part << i for part in (1, odd) for i in range(e.world.bit_length())}
+    return [n for n in sorted(found) if 2 <= n <= most and all(size % n == 0 for size in (e.world, *sizes))]

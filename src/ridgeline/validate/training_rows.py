@@ -209,7 +209,7 @@ def _native_plan(row: CsvRow, degrees: dict[str, int], micros: int, layout: Layo
         beside = "async" in (row.text("id", "") + row.text("note", "")).lower()
         plan += [f"tensor_parallel:degree={degrees['tp']},overlap={str(beside).lower()}", "sequence_parallel"]
     if degrees["pp"] > 1:
-        plan.append(f"{_pipeline(degrees['pp'], layout.interleave, micros)},outputs=kept")
+        plan.append(f"{_pipeline(degrees['pp'], layout.interleave, micros)},overlap=false,outputs=kept")
     if degrees["cp"] > 1:
         plan.append(f"ring_attention:degree={degrees['cp']},exchange=gather")
     if layout.recompute in _WHOLE:

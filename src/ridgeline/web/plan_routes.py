@@ -16,6 +16,7 @@ from ridgeline.predict.remedies import remedies
 from ridgeline.search import Question, answer_tables, search
 from ridgeline.search.question import parse_slo
 from ridgeline.search.why import closest_miss, relaxations, why_not
+from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.plan import Plan
 from ridgeline.web.events import event_stream
@@ -80,8 +81,9 @@ def plan_routes() -> APIRouter:
 
 def question_of(request: SearchRequest) -> Question:
     """The planning question. Raises :class:`UserError` as `ridgeline plan` does."""
-    e = experiment_of(request.model_copy(update={"plan": []}))
     cluster = cluster_of(request.on, request.device)
+    trains = request.workload.get("kind", "pretrain") in ("pretrain", "finetune")
+    e = experiment_of(request.model_copy(update={"plan": []}), Cluster(device=cluster.device) if trains else cluster)
     fields = {k: v for k, v in request.workload.items() if v is not None}
     workload = e.workload
     if e.is_training and "batch_size" not in fields:

@@ -72,8 +72,8 @@ def cluster_of(on: str, changes: dict[str, float]) -> Cluster:
     return cluster.model_copy(update={"device": device_from(table, "the changed device")})
 
 
-def experiment_of(request: PlanRequest) -> Experiment:
-    """The settled experiment. Raises :class:`UserError` as the command line does."""
+def experiment_of(request: PlanRequest, on: Cluster | None = None) -> Experiment:
+    """The settled experiment, on another cluster if it is given. Raises :class:`UserError` as the command line does."""
     named = [key for key in FILES if key in request.workload]
     if named:
         raise UserError(f"the page does not read files ({', '.join(named)})", "use the command line")
@@ -81,7 +81,7 @@ def experiment_of(request: PlanRequest) -> Experiment:
     spec = model_of(request.model)
     if fields.get("kind", "pretrain") in ("pretrain", "finetune"):
         fields.setdefault("seq_len", min(2048, spec.max_positions))
-    return experiments.make(spec, cluster_of(request.on, request.device), fields, request.plan, where="plan")
+    return experiments.make(spec, on or cluster_of(request.on, request.device), fields, request.plan, where="plan")
 
 
 def answer(request: PlanRequest) -> dict[str, Any]:

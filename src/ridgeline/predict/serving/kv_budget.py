@@ -10,6 +10,7 @@ from ridgeline.predict.serving.engine_costs import EngineCosts
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.step.peak_memory import Peak
 from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.scheduling import Scheduling
@@ -70,7 +71,8 @@ def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) 
 
 
 def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, int]:
-    """The pool of Ridgeline's own engine, its blocks, and the maximum length of prompt and output together."""
+    """The pool of Ridgeline's own engine, its blocks, and the maximum length of prompt and output together; both are 0
+    where the weights leave no room for it."""
     e, device = surface.e, surface.cluster.device
     weights = _weights(surface, s)
     work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
@@ -78,7 +80,14 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     stages = s.stages or even(m.num_layers, e.parallel.get("pp", 1))
     each = s.block_bytes(m, stages[0], heads, DTYPE_BYTES[e.dtype])
     free = device.memory_bytes - device.reserved_bytes - weights - (work if w.kv_cache_share else 0.0)
-    blocks, longest = s.pool(m, w, each, free, device.kind)
+    try:
+        blocks, longest = s.pool(m, w, each, free, device.kind)
+    except UserError as why:
+        if w.kv_cache_bytes is not None:
+            raise
+        reason = f"beside the weights of {m.name}, {weights / 1e9:.1f} GB per device, {why.what}"
+        peak = Peak({"parameters": weights, "activations": work}, "the largest iteration")
+        return Room(0, each / s.block_size, peak, reason), 0, 0
     peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
     reason = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
     return Room(blocks * s.block_size, each / s.block_size, peak, reason), blocks, longest

@@ -129,12 +129,12 @@ def training_peak(g: Graph, ranks: Collection[int] = ()) -> Peak:
         late = 0.0
         if pipe.schedule == "zero_bubble":
             late = (min(rank, g.accumulation - 1) + 1) * sum(_output_gradients(b) * b.repeat for b in mine)
-        # One message is being sent, and one of each kind received.
+        # One message is being sent, and one of each kind received; PyTorch's stages have a buffer for each micro-batch.
         virtual = pipe.degree * pipe.chunks
         sends = sum(v < virtual - 1 for v in range(rank, virtual, pipe.degree))
         receives = sends + sum(v > 0 for v in range(rank, virtual, pipe.degree))
         peak = _Sweep(g, mine, sizes, held, g.accumulation > held, late).peak()
-        messages = (min(sends, 1) + receives) * g.residual
+        messages = (min(sends, 1) + receives * (g.accumulation if pipe.keeps_outputs else 1)) * g.residual
         kept = _outputs(g, mine, sends) if pipe.keeps_outputs else 0.0
         peak.categories["activations"] = peak.categories.get("activations", 0.0) + messages + kept
         if peak.total > best.total:
@@ -273,7 +273,8 @@ class _Sweep:
             "temporaries": self.live.temporaries,
             "buffers": self.g.buffers + self.arena,
         }
-        return Peak({k: v for k, v in categories.items() if v}, self.at.value.format(self.at_block))
+        # Less than a byte is what sums of shares leave of nothing.
+        return Peak({k: v for k, v in categories.items() if v >= 1.0}, self.at.value.format(self.at_block))
 
     def _consider(
         self, instant: Instant, block: str, gathered: float, gradients: float, activations: float, temporaries: float

@@ -92,7 +92,8 @@ class MoEOffload(Technique):
             if not held:
                 return
             each = sum(p.stored_bytes for p in held) / all_experts
-            needed = max(op.experts for op in b.forward if op.param.startswith(_EXPERTS))
+            # None in a step of the decoder's, whose encoder has run before.
+            needed = max((op.experts for op in b.forward if op.param.startswith(_EXPERTS)), default=0)
             missing = needed * (1 - hits)
             found = self.recall if self.guess else 0.0
             disk = self.parameters == "nvme"

@@ -59,8 +59,8 @@ class PipelineParallel(Technique):
     """Whether transfers between stages run beside computation; Megatron-LM of 2021 waits for each: predicted, not yet
     run."""
     outputs: Literal["freed", "kept"] = "freed"
-    """Whether a stage's outputs, logits among them, are kept until the step ends, as by PyTorch's own stages in 2024:
-    predicted, not yet run."""
+    """Whether a stage's outputs, logits among them, are kept until the step ends, beside a buffer for what each
+    micro-batch receives, as by PyTorch's own stages: predicted, not yet run."""
 
     def axes(self) -> dict[str, int]:
         """The outermost mesh axis."""

@@ -10,6 +10,7 @@ from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.parallel.divide_operators import split_bytes, split_gemm, split_saved
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique, degrees
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class RingAttention(Technique):
     exchange: Literal["ring", "gather"] = "ring"
     """ring: keys and values are passed on while those at hand are attended to. gather: as PyTorch's context_parallel
     does by default, those of every query head are gathered while a rank's own are attended to, and only their gradients
-    are passed on, in fp32, in which parts are summed: predicted, not yet run."""
+    are passed on, in fp32, in which parts are summed: predicted, not yet run. Compiled code waits for each exchange
+    before it goes on."""
 
     @property
     def runs(self) -> bool:
@@ -109,7 +111,8 @@ class RingAttention(Technique):
         elements = pair / DTYPE_BYTES[g.dtype]
         if self.exchange == "gather":
             rows = float(g.tokens * e.model.q_size / e.parallel.get("tp", 1))
-            g.closing.insert(0, lambda graph: _gather(graph, rows, c, stride))
+            waits = has(e, "compiled_pieces")
+            g.closing.insert(0, lambda graph: _gather(graph, rows, c, stride, waits))
         else:
             g.closing.insert(0, lambda graph: _exchange(graph, elements, c, stride))
         return g
@@ -157,15 +160,21 @@ def _balanced(op: Op, c: int) -> Op:
     return changed(op, shape=(batch * c, heads, kv_heads, q_len, kv_len // c, dim))
 
 
-def _gather(g: Graph, rows: float, c: int, stride: int) -> None:
+def _gather(g: Graph, rows: float, c: int, stride: int, waits: bool) -> None:
     """Keys and values of all query heads, of ``rows`` elements each on a rank, beside the first of ``c`` parts; each of
     the others is added to fp32 sums: results (12 bytes an element), in backward gradients of queries, keys and values
-    (30)."""
+    (30).
+
+    Gradients are passed on ``c`` times, at last to the rank whose keys and values they are of. ``waits``: nothing runs
+    beside an exchange, as torch.compile traces each with its wait behind it and keeps that order.
+    """
 
     def link(name: str, kind: str, direction: str, behind: Op, width: float) -> Op:
         size = 2 * rows * width * c
+        if kind == "ring":  # of a pass around a ring of c, which is one fewer
+            size *= c / (c - 1)
         return Op(name, "communication", kind, direction, bytes=size, link_bytes=size, ranks=c, axis="cp",
-                  stride=stride, behind=behind.name)  # fmt: skip
+                  stride=stride, behind="" if waits else behind.name)  # fmt: skip
 
     def parted(ops: list[Op], name: str, each: float) -> list[Op]:
         at = next((i for i, o in enumerate(ops) if o.name == name), None)
@@ -195,8 +204,21 @@ def _gather(g: Graph, rows: float, c: int, stride: int) -> None:
         split_saved(b, ["attention.k", "attention.v"], c)
         b.forward = parted(b.forward, "attention.flash", 12.0)
         b.backward = parted(b.backward, "attention.flash.bwd", 30.0)
+        gathered = 2 * DTYPE_BYTES[g.dtype] * rows * c
+        b.workspace += gathered + 6 * rows  # and one part's result beside the fp32 sum
+        # The sums of three gradients, those received, and one part's.
+        b.backward_workspace += gathered + (12 + 8 + 6) * rows
 
     g.each_block(gather, layers_only=True)
+    if waits:
+        g.closing.append(_gather_once)  # after all that repeats operators
+
+
+def _gather_once(g: Graph) -> None:
+    """What is computed twice is computed once: recomputation has gathered what backward gathers, too."""
+    for b in g.blocks:
+        if any(o.name == "attention.flash.gather.again" for o in b.backward):
+            b.backward = [o for o in b.backward if o.name != "attention.flash.bwd.gather"]
 
 
 def _exchange(g: Graph, elements: float, c: int, stride: int) -> None:

@@ -54,7 +54,8 @@ class TensorParallel(Technique):
     """Ranks that share every layer."""
     overlap: bool | None = None
     """Overlap the gathers and sums of divided layers with the adjacent matrix products, in pieces (Transformer Engine
-    on GPUs): predicted, not yet run."""
+    on GPUs; in compiled blocks PyTorch's asynchronous tensor parallelism, which does not pipeline the sum of several
+    products): predicted, not yet run."""
     sharding: tuple[str, ...] | None = None
     """In pretrain: PART=STRATEGY or PART.FIRST-LAST=STRATEGY for parts embed, attention, mlp and head, as Alpa assigns
     them (arXiv:2201.12023). Strategy reduce (the default) and scatter divide weights, batch divides the sequences of
@@ -159,7 +160,8 @@ class TensorParallel(Technique):
         joint = e.model.joint_qk_norm
         g.closing.append(lambda graph: _sum_partial(graph, t, sequence, joint))
         if self.overlap:
-            g.closing.append(_overlapped)
+            compiled = has(e, "compiled_pieces")
+            g.closing.append(lambda graph: _overlapped(graph, compiled))
         return g
 
     def build(self, run: TrainBuild) -> None:
@@ -208,20 +210,43 @@ def _sum_partial(
                                      link_bytes=size, ranks=t, axis="tp"))  # fmt: skip
 
 
-def _overlapped(g: Graph) -> None:
+def _overlapped(g: Graph, compiled: bool) -> None:
     """Overlap every gather with the product that reads it, and every sum with the one that produces it."""
     for b in g.blocks:
         if b.is_layer:
-            b.forward, b.backward = _beside(b.forward), _beside(b.backward)
+            b.forward, b.backward = _beside(b.forward, compiled), _beside(b.backward, compiled)
 
 
-def _beside(ops: list[Op]) -> list[Op]:
+def _beside(ops: list[Op], compiled: bool) -> list[Op]:
+    """``compiled``: as torch.compile rewrites what it has traced (its pass micro_pipeline_tp, and
+    torch.distributed._symmetric_memory)."""
     products = [(i, op.name) for i, op in enumerate(ops) if op.kind == "gemm"]
     out: list[Op] = []
     for i, op in enumerate(ops):
-        if op.axis == "tp" and not op.behind:
-            reads = op.kind == "all_gather"
-            near = [name for at, name in products if (at > i) is reads]
-            op = changed(op, behind=near[0 if reads else -1], pieces=op.ranks) if near else op
         out.append(op)
+        if op.axis != "tp" or op.behind:
+            continue
+        reads = op.kind == "all_gather"
+        near = [name for at, name in products if (at > i) is reads]
+        if not near or (compiled and _of_several(op, near)):
+            continue
+        out[-1] = changed(op, behind=near[0 if reads else -1], pieces=op.ranks)
+        if compiled:
+            out.append(_through_buffers(op))
     return out
+
+
+def _of_several(op: Op, before: list[str]) -> bool:
+    """Whether what is summed over the ranks has itself been added up, as the gradients of one input of several layers:
+    only a sum whose input comes from a product is pipelined with it."""
+    part = op.name.partition(".")[0]
+    readers = [name for name in before if name.startswith(f"{part}.") and name.endswith(".dx")]
+    return ".input." in op.name and len(readers) > 1
+
+
+def _through_buffers(op: Op) -> Op:
+    """What pieces take beside their products and transfers. A rank copies its part into a buffer that others read; of a
+    sum it gets a piece from every rank, in a tensor of the whole's size, and adds them up."""
+    own = op.link_bytes / op.ranks
+    moved = 2 * own if op.kind == "all_gather" else op.link_bytes + own
+    return Op(f"{op.name}.pieces", op.module, "copy", op.direction, bytes=moved, dtype=op.dtype, recompute=op.recompute)

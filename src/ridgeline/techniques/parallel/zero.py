@@ -155,7 +155,7 @@ class Zero(Technique):
 
     def _shard_fully(self, g: Graph, ranks: int, stride: int) -> None:
         """``fully_shard``: parameters are stored as shards in every stage and gathered at least once per micro-batch
-        (in a pipeline: once per step, and reduced after it).
+        (in a pipeline: once per step, and reduced after its last backward pass, beside nothing).
 
         What is outside the layers is one unit: gathered before the first, reduced after the last.
         """
@@ -164,6 +164,7 @@ class Zero(Technique):
         g.gradients_resident = False
         reshard = self.reshards(pipe is not None)
         if pipe:
+            g.overlap_reduce = False
             g.layer_gathers = 1.0
             if reshard:
                 g.layer_gathers = gathers(pipe.schedule, pipe.degree, g.accumulation, pipe.chunks)

@@ -146,8 +146,8 @@ def _all_low(g: Graph, dtype: str, stored: bool) -> Graph:
     if stored:
         g.weights_16bit = True
         g.gradients_resident = True  # accumulated in place, in fp32
-        g.closing.append(_sum_gradients)
         g.optimizer_bytes += 4.0
+    g.closing.append(_sum_gradients)
 
     def low(o: Op) -> Op:
         if o.dtype != "fp32" or o.kind == "loss" or "dequantize" in o.name or (o.axis and o.name.startswith("loss.")):
