@@ -1,5 +1,5 @@
-"""Fused attention within spans in Triton (its interpreter, where there is no GPU), beside attention by its definition in
-fp64: outputs and all gradients."""
+"""Fused attention within spans in Triton (its interpreter, where there is no GPU), beside attention by its definition
+in fp64: outputs and all gradients."""
 
 import pytest
 import torch

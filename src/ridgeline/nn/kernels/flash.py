@@ -1,13 +1,13 @@
 """Fused attention for training in Triton, forward and backward, for CUDA devices (FlashAttention-2, arXiv:2307.08691),
 where PyTorch's flash kernel does not compute what a model does: soft caps, ALiBi, windows that are chunks.
 
-Rows of a batch are one run of T tokens. What tokens see is a span of it: of each query its oldest and newest key, and of
-each key its first and last query (:class:`~ridgeline.nn.model.spans.Spans`), so that documents, windows, chunks and
-causality are one and the same here. Both ends of spans only grow from token to token: a program skips tiles outside of
-its tokens' spans, and masks those alone that some of its tokens see and others do not. Scores and sums are fp32,
+Rows of a batch are one run of T tokens. What tokens see is a span of it: of each query its oldest and newest key, and
+of each key its first and last query (:func:`~ridgeline.nn.model.spans.make_spans`), so that documents, windows, chunks
+and causality are one and the same here. Both ends of spans only grow from token to token: a program skips tiles outside
+of its tokens' spans, and masks those alone that some of its tokens see and others do not. Scores and sums are fp32,
 exponentials are of 2. In the backward pass a program of the first kernel has some queries and writes their gradients,
-one of the second some keys, of which it goes through all query heads: nothing is added by atomic operations, and results
-are the same in every run. Imported only where Triton is installed.
+one of the second some keys, of which it goes through all query heads: nothing is added by atomic operations, and
+results are the same in every run. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.quick import blocks, power, quick
-from ridgeline.nn.kernels.target import capability, shared_memory
+from ridgeline.nn.kernels.target import shared_memory
 
 LOG2E = 1.4426950408889634
 TOGETHER = 128
@@ -128,8 +128,8 @@ def _attend_spans(q, k, v, out, lse, spans, slopes, sinks, tokens, heads, repeat
 
 
 @triton.jit
-def _query_tile(query, grad, lse, delta, dq, k, v, at, masked, k_row, v_row, start, oldest, newest, tokens, slope, scale,
-                cap, CAPPED: tl.constexpr, SLOPES: tl.constexpr, WIDTH: tl.constexpr,
+def _query_tile(query, grad, lse, delta, dq, k, v, at, masked, k_row, v_row, start, oldest, newest, tokens, slope,
+                scale, cap, CAPPED: tl.constexpr, SLOPES: tl.constexpr, WIDTH: tl.constexpr,
                 TILE: tl.constexpr):  # fmt: skip
     """Add what the keys from ``at`` on make of the gradients of some queries."""
     each, wide = tl.arange(0, TILE), tl.arange(0, query.shape[1])
@@ -193,7 +193,7 @@ def _key_tile(keys, values, dk, dv, q, grad, lse, delta, at, masked, q_row, g_ro
     each, own, wide = tl.arange(0, TILE), tl.arange(0, keys.shape[0]), tl.arange(0, keys.shape[1])
     query = _rows(q, at, q_row, each, wide, tokens, WIDTH)
     there = at + each < tokens
-    total = tl.load(lse + at + each, there, other=0.0)
+    total, sums = tl.load(lse + at + each, there, other=0.0), tl.load(delta + at + each, there, other=0.0)
     if SLOPES:
         total += slope * (at - start + each).to(tl.float32)
     dots = tl.dot(keys, tl.trans(query), input_precision="ieee")
@@ -206,7 +206,6 @@ def _key_tile(keys, values, dk, dv, q, grad, lse, delta, at, masked, q_row, g_ro
     if VALUES:
         dv = tl.dot(weights.to(d.dtype), d, dv, input_precision="ieee")
     if KEYS:
-        sums = tl.load(delta + at + each, there, other=0.0)
         d = weights * (tl.dot(values, tl.trans(d), input_precision="ieee") - sums[None, :])
         if CAPPED:
             d *= 1.0 - turned * turned
@@ -228,12 +227,9 @@ def _keys_backward(q, k, v, grad, lse, delta, dk, dv, spans, slopes, tokens, gro
     first, last = tl.load(spans + 2 * tokens + place), tl.load(spans + 3 * tokens + place)
     keys = _rows(k + group * k_head, start, k_row, each, wide, tokens, WIDTH)
     values = keys  # if not used
-    of_keys, of_values = 0.0, 0.0
     if KEYS:
         values = _rows(v + group * v_head, start, v_row, each, wide, tokens, WIDTH)
-        of_keys = tl.zeros([SIZE, PADDED], tl.float32)
-    if VALUES:
-        of_values = tl.zeros([SIZE, PADDED], tl.float32)
+    of_keys, of_values = tl.zeros([SIZE, PADDED], tl.float32), tl.zeros([SIZE, PADDED], tl.float32)
     for i in range(0, repeat * count):
         head, at = group * repeat + i // count, begin + i % count * TILE
         slope = 0.0
@@ -266,13 +262,24 @@ class Tiles(NamedTuple):
         return {"SIZE": self.size, "TILE": self.tile, "num_warps": self.warps, "num_stages": self.stages}
 
 
+# By shared memory and width of heads: of the forward pass, of queries' gradients and of keys'. No more than what
+# compiles without spilled registers, with soft caps too; loops of Hopper and later hold 128 rows, as their tensor cores
+# multiply 64 rows a warp group.
+_NARROW = Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2)
+_TILES = {
+    227: {64: _NARROW, 128: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+          256: (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 2))},
+    163: {64: _NARROW, 128: (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+          256: (Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2))},
+    99: {64: _NARROW, 128: (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+         256: (Tiles(64, 32, 8, 2), Tiles(64, 16, 8, 2), Tiles(64, 16, 8, 2))},
+}  # fmt: skip
+
+
 def tiles(width: int) -> tuple[Tiles, Tiles, Tiles]:
     """Those of the forward pass, of queries' gradients and of keys', for heads of ``width``, a power of two."""
-    if width <= 64:
-        return Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2)
-    if width <= 128:
-        return Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)
-    return Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)
+    least = next(size for size in _TILES if size << 10 <= shared_memory())
+    return _TILES[least][max(64, width)]
 
 
 def _common(q: Tensor, soft_cap: float | None, slopes: Tensor | None) -> tuple[float, float, float, dict[str, int]]:
@@ -289,9 +296,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, soft_cap: float | None, slopes: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [T, H, D], and the logarithms of 2 of the softmax's denominators, fp32 [H, T], of ``q`` [T, H, D], ``k``
-    and ``v`` [T, G, D] (any strides but the last). ``spans`` [4, T] int32; ``slopes`` and ``sinks`` fp32 [H], the slopes
-    of exponents of 2."""
-    tokens, heads, width = q.shape
+    and ``v`` [T, G, D] (any strides but the last). ``spans`` [4, T] int32; ``slopes`` and ``sinks`` fp32 [H], the
+    slopes of exponents of 2."""
+    tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     _, scale, cap, constants = _common(q, soft_cap, slopes)

@@ -265,7 +265,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     batch, heads, length, width = q.shape
     groups = k.shape[1]
     if mask.spans is not None:
-        return span_attention(*(t.to(compute_dtype(t)) for t in (q, k, v)), mask.spans, mask.changes)
+        q, k, v = (t.to(compute_dtype(t)) for t in (q, k, v))
+        return span_attention(q, k, v, mask.spans, mask.changes)
     if mask.sequences is not None:
         return _within(q, k, v, mask, mask.sequences)
     if mask.changes is not None:

@@ -28,7 +28,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def by_spans(spec: ModelSpec, x: Tensor) -> bool:
-    """Whether layers of a model can attend by our kernel, to what enters the first of them, ``x``: in 16 bits, with keys
+    """Whether layers of a model can attend by our kernel, where ``x`` enters the first of them: in 16 bits, with keys
     as wide as values. With sinks it would matter which key ALiBi's distances are counted from."""
     able = not spec.is_latent and not (spec.attention_sinks and spec.position == "alibi")
     return able and has_kernel(x.device) and fits_varlen(compute_dtype(x), spec.head_dim)
@@ -37,8 +37,8 @@ def by_spans(spec: ModelSpec, x: Tensor) -> bool:
 def make_spans(
     batch: int, length: int, documents: Tensor | None, causal: bool, window: int, device: torch.device
 ) -> Tensor:  # fmt: skip
-    """Of B rows as one run of tokens [B · S], four numbers of each, int32 [4, B · S]: the oldest and the newest key that
-    it sees, and the first and the last query that see it. They do not fall from one token to the next.
+    """Of B rows as one run of tokens [B · S], four numbers of each, int32 [4, B · S]: the oldest and the newest key
+    that it sees, and the first and the last query that see it. They do not fall from one token to the next.
 
     ``documents`` [B, S]: a token sees only those of the same number, which are a run. ``window``: newest tokens that a
     token sees, 0: all, negative: those of its chunk of -window, counted from where its document begins.
@@ -51,8 +51,8 @@ def make_spans(
         last = torch.ones(batch, length, dtype=torch.bool, device=device)
         torch.ne(documents[:, 1:], documents[:, :-1], out=last[:, :-1])
         last = last.flatten()
-        begin = torch.where(last.roll(1), at, 0).cummax(0).values
-        end = torch.where(last, at, batch * length).flip(0).cummin(0).values.flip(0)
+        begin = (at * last.roll(1)).cummax(0).values  # the last token's document ends, too
+        end = at.masked_fill(~last, batch * length).flip(0).cummin(0).values.flip(0)
     oldest, last_query = begin, end
     if window < 0:
         begin = oldest = at - (at - begin) % -window
@@ -101,12 +101,17 @@ class _Attention(torch.autograd.Function):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(*given: Any) -> Tensor:
+    out: Tensor = _Attention.apply(*given)  # type: ignore[no-untyped-call]
+    return out
+
+
 def span_attention(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, changes: ScoreChanges | None) -> Tensor:
     """Fused attention of ``q`` [B, H, S, D] to the keys within the ``spans`` of :func:`make_spans`: [B, H, S, D]. Only
-    where :func:`by_spans` says so. A compiler leaves it as it is."""
+    where :func:`by_spans` says so. A compiler leaves the kernel out of what it compiles."""
     batch, _, length, _ = q.shape
     cap, slopes, sinks = (None, None, None) if changes is None else changes
     flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]  # which they are in memory
     steep = None if slopes is None else _of_two(slopes, q.device)
-    out: Tensor = _Attention.apply(*flat, sinks, spans, cap, steep)  # type: ignore[no-untyped-call]
-    return out.unflatten(0, (batch, length)).transpose(1, 2)
+    out: Tensor = _attend(*flat, sinks, spans, cap, steep).unflatten(0, (batch, length)).transpose(1, 2)
+    return out
