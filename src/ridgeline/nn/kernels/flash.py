@@ -193,15 +193,16 @@ def _key_tile(keys, values, dk, dv, q, grad, lse, delta, at, masked, q_row, g_ro
     each, own, wide = tl.arange(0, TILE), tl.arange(0, keys.shape[0]), tl.arange(0, keys.shape[1])
     query = _rows(q, at, q_row, each, wide, tokens, WIDTH)
     there = at + each < tokens
-    total, sums = tl.load(lse + at + each, there, other=0.0), tl.load(delta + at + each, there, other=0.0)
+    dots = tl.dot(keys, tl.trans(query), input_precision="ieee")
+    total = tl.load(lse + at + each, there, other=0.0)
     if SLOPES:
         total += slope * (at - start + each).to(tl.float32)
-    dots = tl.dot(keys, tl.trans(query), input_precision="ieee")
     exponents, unit, turned = _exponents(dots, scale, cap, slope, own[:, None], CAPPED, SLOPES)
     weights = tl.exp2(exponents * unit - total[None, :])
     if masked:
         seen = (at + each >= first[:, None]) & (at + each <= last[:, None])
         weights = tl.where(seen, weights, 0.0)
+    sums = tl.load(delta + at + each, there, other=0.0)
     d = _rows(grad, at, g_row, each, wide, tokens, WIDTH)
     if VALUES:
         dv = tl.dot(weights.to(d.dtype), d, dv, input_precision="ieee")
@@ -262,24 +263,27 @@ class Tiles(NamedTuple):
         return {"SIZE": self.size, "TILE": self.tile, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# By shared memory and width of heads: of the forward pass, of queries' gradients and of keys'. No more than what
-# compiles without spilled registers, with soft caps too; loops of Hopper and later hold 128 rows, as their tensor cores
-# multiply 64 rows a warp group.
 _NARROW = Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2)
+_SMALL = Tiles(64, 64, 8, 2)
 _TILES = {
     227: {64: _NARROW, 128: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
           256: (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 2))},
-    163: {64: _NARROW, 128: (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+    163: {64: _NARROW, 112: (Tiles(128, 64, 8, 3), _SMALL, Tiles(64, 32, 8, 2)),
+          128: (Tiles(128, 64, 8, 3), _SMALL, _SMALL),
           256: (Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2))},
-    99: {64: _NARROW, 128: (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+    99: {64: _NARROW, 112: (Tiles(128, 64, 8, 2), _SMALL, Tiles(64, 32, 8, 2)),
+         128: (Tiles(128, 64, 8, 2), _SMALL, _SMALL),
          256: (Tiles(64, 32, 8, 2), Tiles(64, 16, 8, 2), Tiles(64, 16, 8, 2))},
 }  # fmt: skip
+"""Of the forward pass, of queries' gradients and of keys', by shared memory in KB and by widths of heads up to which
+they are for. No more than what compiles without spilled registers, with soft caps too. From Hopper on, with 227 KB,
+programs hold 128 rows, as its tensor cores multiply 64 rows for four warps."""
 
 
 def tiles(width: int) -> tuple[Tiles, Tiles, Tiles]:
-    """Those of the forward pass, of queries' gradients and of keys', for heads of ``width``, a power of two."""
-    least = next(size for size in _TILES if size << 10 <= shared_memory())
-    return _TILES[least][max(64, width)]
+    """Those for heads of ``width`` on this device."""
+    rows = next(rows for size, rows in _TILES.items() if size << 10 <= shared_memory())
+    return next(found for most, found in rows.items() if width <= most)
 
 
 def _common(q: Tensor, soft_cap: float | None, slopes: Tensor | None) -> tuple[float, float, float, dict[str, int]]:
@@ -302,7 +306,7 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     _, scale, cap, constants = _common(q, soft_cap, slopes)
-    chosen = tiles(constants["PADDED"])[0]
+    chosen = tiles(q.shape[2])[0]
     _attend_spans[blocks(tokens, chosen.size), heads](
         q, k, v, out, lse, spans, lse if slopes is None else slopes, lse if sinks is None else sinks, tokens, heads,
         heads // k.shape[1], q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), scale, cap,
@@ -322,7 +326,7 @@ def backward(
     delta = torch.empty_like(lse)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     factor, scale, cap, constants = _common(q, soft_cap, slopes)
-    _, of_queries, of_keys = tiles(constants["PADDED"])
+    _, of_queries, of_keys = tiles(q.shape[2])
     strides = [t.stride(i) for t in (q, k, v, grad) for i in (0, 1)]
     slope = lse if slopes is None else slopes
     _queries_backward[blocks(tokens, of_queries.size), heads](
