@@ -107,8 +107,8 @@ MIXED = {"naive": [], "flash": ["flash_attention"], "lora-flash": ["lora:rank=4"
 
 @pytest.mark.parametrize("plan", MIXED)
 def test_saved_activations_in_mixed_precision(spec, twins, plan):
-    """Here the low copies of the weights are among what autograd keeps; the graph lists them beside the parameters. A GPU
-    would compute changed scores by another kernel."""
+    """Here the low copies of the weights are among what autograd keeps; the graph lists them beside the parameters. A
+    GPU would compute changed scores by another kernel."""
     on = "xeon" if spec.score_changes else "a100"
     both = twins(spec, ["mixed_precision", *fitting(spec, MIXED[plan])], on, seq_len=48)
     g = both.graph()
