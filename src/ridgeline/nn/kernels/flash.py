@@ -220,8 +220,8 @@ def _keys_backward(q, k, v, grad, lse, delta, dk, dv, spans, slopes, tokens, gro
                    k_head, v_row, v_head, g_row, g_head, factor, scale, cap, KEYS: tl.constexpr, VALUES: tl.constexpr,
                    CAPPED: tl.constexpr, SLOPES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
                    SIZE: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Gradients of ``SIZE`` keys, values or both of a key head, from all query heads that share it. Rows beyond the last
-    token hold anything, and are not stored."""
+    """Gradients of ``SIZE`` keys, values or both of a key head, from all query heads that share it. Rows beyond the
+    last token hold anything, and are not stored."""
     start, group = tl.program_id(0) * SIZE, tl.program_id(1)
     each, wide = tl.arange(0, SIZE), tl.arange(0, PADDED)
     begin, count, low, high = _bounds(spans + 2 * tokens, spans + 3 * tokens, start, tokens, SIZE, TILE)
