@@ -81,8 +81,8 @@ class _Attention(torch.autograd.Function):
         from ridgeline.nn.kernels import flash
 
         out, lse = flash.forward(q, k, v, spans, soft_cap, slopes, None if sinks is None else sinks.float())
-        ctx.save_for_backward(q, k, v, sinks, spans, slopes, out, lse)
-        ctx.soft_cap = soft_cap
+        ctx.save_for_backward(q, k, v, sinks, spans, out, lse)
+        ctx.soft_cap, ctx.slopes = soft_cap, slopes  # which are kept in any case
         return out
 
     @staticmethod
@@ -90,9 +90,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from ridgeline.nn.kernels import flash
 
-        q, k, v, sinks, spans, slopes, out, lse = ctx.saved_tensors
+        q, k, v, sinks, spans, out, lse = ctx.saved_tensors
         grad = grad if grad.stride(2) == 1 else grad.contiguous()
-        dq, dk, dv, delta = flash.backward(grad, q, k, v, out, lse, spans, ctx.soft_cap, slopes)
+        dq, dk, dv, delta = flash.backward(grad, q, k, v, out, lse, spans, ctx.soft_cap, ctx.slopes)
         d_sinks = None
         if sinks is not None:
             share = (sinks.float()[:, None] * flash.LOG2E - lse).exp2()
