@@ -27,6 +27,7 @@ import triton
 
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.kernels import (
+    flash,
     float8,
     float8_gated,
     gemv,
@@ -250,6 +251,27 @@ def paged() -> Iterator[Case]:
         yield Case(label, call, quick)
 
 
+FLASH = {
+    "Gemma 2 9B": (16, 8, 256, 50.0, False), "Gemma 2 27B": (32, 16, 128, 50.0, False),
+    "MPT 7B": (32, 32, 128, None, True), "Llama 4": (40, 8, 128, None, False),
+    "Falcon-RW 1B": (32, 32, 64, None, True), "BLOOM 3B": (32, 32, 80, None, True),
+    "gpt-oss": (64, 8, 64, None, False),
+}  # fmt: skip
+"""Heads, key heads, width of a head, soft cap, ALiBi. Windows, chunks, documents and lengths are data."""
+
+
+def training() -> Iterator[Case]:
+    """Attention in training that PyTorch's flash kernel does not have."""
+    for name, (heads, groups, width, cap, alibi) in FLASH.items():
+        q, k = e(8192, heads, width), e(8192, groups, width)
+        spans, lse = e(4, 8192, dtype=I32), e(heads, 8192, dtype=F32)
+        one = e(heads, dtype=F32)
+        slopes, sinks = one if alibi else None, one if name == "gpt-oss" else None
+        label, quick = f"flash {name}, {heads}/{groups} heads of {width}", name in ("Gemma 2 9B", "MPT 7B")
+        yield Case(label, partial(flash.forward, q, k, k, spans, cap, slopes, sinks), quick)
+        yield Case(label, partial(flash.backward, q, q, k, k, q, lse, spans, cap, slopes), quick)
+
+
 def writes() -> Iterator[Case]:
     """A step's keys and values on their way to the pool, from a merged product whose queries and keys are turned."""
     meta = torch.device("meta")
@@ -277,7 +299,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as", dest="name", default="after", help="the name of these rows in the file")
     args = parser.parse_args()
-    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *writes(), *paged())
+    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *training(), *writes(),
+             *paged())  # fmt: skip
     cases = [c for c in every if args.only in c.label and args.skip not in c.label and (c.quick or not args.quick)]
     rows, start = [], time.time()
     for capability in args.capabilities:

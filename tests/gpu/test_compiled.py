@@ -17,6 +17,8 @@ from ridgeline.nn.kernels.target import SHARED
 LONGEST = 4000
 """Most instructions of a kernel, in place of the seconds of its compilation, which depend on the machine: kernels of
 9000 and more kept first requests waiting for 5 s to minutes (``gpu_aot.json``, before); these take about one."""
+FLASH = ("_attend_spans", "_queries_backward", "_keys_backward")
+"""Attention in training."""
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "compile_kernels.py"
 
 
@@ -53,7 +55,7 @@ def no_waste(rows):
         assert r["instructions"] < LONGEST, r
         assert r["shared"] <= SHARED[r["capability"]], r
         assert (r["waits"], r["early_accesses"]) == (int(r["early"]), 0), r
-        if r["kernel"] in ("_attend", "_attend_few", "_few", "_tiles"):
+        if r["kernel"] in ("_attend", "_attend_few", "_few", "_tiles", *FLASH):
             assert r["tensor"] > 0, r
             assert r["asynchronous"] > 0, r
         elif r["kernel"] not in ("_row", "_merge", "_write"):
@@ -73,6 +75,19 @@ def test_a_tile_of_keys_takes_few_instructions(hopper):
     assert nibbles["loop"] <= 2 * 650  # 128 keys of a quarter of the bytes: 2 x 600 cycles
     chunk = only(hopper, "1024 new", "_attend")
     assert chunk["loop"] <= 600  # eight warps, 128 rows and 64 keys: 4.2 MFLOP
+
+
+@pytest.mark.parametrize(("kernel", "products"), [("_attend_spans", 2), ("_queries_backward", 3),
+                                                  ("_keys_backward", 4)])  # fmt: skip
+def test_attention_in_training_takes_few_instructions(hopper, kernel, products):
+    """MPT's: a score with heads of 128 takes an H100 ``products`` x 256 operations of the 989.4e12 a second that its
+    132 processors of 1.755 GHz make, and its schedulers, which issue an instruction for 128 threads a cycle, at most
+    1.5 times as long, masks included, which most tiles do without. Its rows are read 128 bits at a time."""
+    (r,) = [r for r in hopper if r["case"].startswith("flash MPT 7B") and r["kernel"] == kernel]
+    size, tile = (128, 64) if kernel != "_keys_backward" else (128, 32)
+    cycles = products * 2 * 128 / (989.4e12 / 132 / 1.755e9)
+    assert r["loop"] * 32 * r["warps"] / (size * tile) / 128 < 1.5 * cycles
+    assert r["loads"]["128"] >= 4
 
 
 def test_a_code_of_a_weight_takes_few_instructions(hopper):
@@ -126,6 +141,17 @@ def test_low_bit_products_of_other_devices(tmp_path, case, capability):
     (row,) = compiled(tmp_path, "--only", case, "--capabilities", str(capability))
     assert row["shared"] <= SHARED.get(capability, 99 << 10)
     assert row["tensor"] > 0
+
+
+@pytest.mark.parametrize("capability", [80, 89])
+def test_wide_heads_in_training_of_other_devices(tmp_path, capability):
+    """Of 256: what of their tiles fits A100's shared memory, and consumer cards'."""
+    rows = compiled(tmp_path, "--only", "flash Gemma 2 9B", "--capabilities", str(capability))
+    assert [r["kernel"] for r in rows] == ["_attend_spans", "_queries_backward", "_keys_backward", "_keys_backward"]
+    for r in rows:
+        assert (r["spilled"], r["shared"] <= SHARED.get(capability, 99 << 10)) == (0, True), r
+        assert r["tensor"] > 0
+        assert r["asynchronous"] > 0
 
 
 STARTED_EARLY = {"_product_of_row", "_tiles", "_few", "_add_norm", "_activation", "_write", "_attend", "_attend_few",

@@ -55,6 +55,12 @@ MASKED = {
     "documents and windows": ((True,), {"sliding_window": 16}),
 }
 """Training with masks: whether documents are separate, and changes of the model."""
+OWN = {
+    "soft caps, windows, documents": ((True,), {"attention_soft_cap": 50.0, "sliding_window": 16, "window_every": 2}),
+    "ALiBi": ((), {"position": "alibi"}),
+    "chunks": ((), {"sliding_window": 16, "chunked_window": True}),
+}
+"""The same of what PyTorch's flash kernel does not have."""
 FILTERS = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
 
 
@@ -64,7 +70,8 @@ def traced(tmp_path_factory):
     text = tmp_path_factory.mktemp("traced") / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
     given = {n: training(m, p, text) if n.startswith("train") else serving(m, *p) for n, (m, p, _) in BUDGETS.items()}
-    given |= {n: training("llama-mini", LOW, text, *more, **changes) for n, (more, changes) in MASKED.items()}
+    masked = MASKED | OWN
+    given |= {n: training("llama-mini", LOW, text, *more, **changes) for n, (more, changes) in masked.items()}
     given |= {f"sequences {n}": serving("llama-mini", max_num_seqs=n) for n in (1, 2)}
     given["filters"] = serving("llama-mini")
     given["compress"] = make("llama-mini", "h100-sxm", {"kind": "compress", "seq_len": 64},
@@ -150,6 +157,19 @@ def test_documents_and_windows_are_one_kernel_without_a_mask(traced, name):
     }  # fmt: skip
     assert not {"masked_fill", "masked_fill_", "where"} & set(found.operators)
     assert found.launches <= plain.launches + ("documents" in name) * 13  # rotary tables of places within documents
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_pytorch_does_not_have_is_our_kernel_without_a_mask(traced, name):
+    """Nothing is as large as a row's scores: spans of tokens, once for all layers of a kind, are all that is made."""
+    found, plain = traced[name]["step"], traced["train"]["step"]
+    assert not found.wrong
+    assert found.waited == 1, found.waits
+    ours = {"attend_spans": 2, "queries_backward": 2, "keys_backward": 2}
+    assert {n: found.operators[n] for n in ours} == ours
+    assert not [n for n in found.operators if "attention" in n or n in ("bmm", "tanh", "_softmax", "masked_fill_")]
+    kinds = 2 if "soft caps" in name else 1  # layers with windows and others
+    assert found.launches <= plain.launches + kinds * (16 + 13 * ("documents" in name))
 
 
 def test_sites_are_solved_on_the_device(traced):

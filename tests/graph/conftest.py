@@ -104,15 +104,15 @@ def spec(request):
 
 
 class Twins:
-    """Both sides of one training experiment on one rank."""
+    """Both sides of one training experiment on one rank, predicted for the device ``on``."""
 
-    def __init__(self, spec, plan=(), **workload):
+    def __init__(self, spec, plan=(), on="a100", **workload):
         fields = {"kind": "pretrain", "seq_len": 24, "batch_size": 2, **workload}
         if spec.is_encoder_decoder and "flash_attention" in plan:
             with pytest.raises(Incompatible, match="relative positions"):
                 experiments.make(spec.model_dump(), "a100", fields, list(plan))
             pytest.skip("refused: its kernels have no gradient for a learned bias")
-        self.experiment = experiments.make(spec.model_dump(), "a100", fields, list(plan))
+        self.experiment = experiments.make(spec.model_dump(), on, fields, list(plan))
         self.techniques = check(self.experiment)
 
     def graph(self):

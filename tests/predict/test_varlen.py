@@ -54,13 +54,52 @@ def test_windows_and_documents_need_no_mask():
     ("plan", "changes"),
     [
         (("flash_attention",), {}),  # fp32
-        (LOW, {"attention_soft_cap": 30.0}),
-        ((*LOW, "torch_compile"), {}),
+        (("flash_attention",), {"attention_soft_cap": 30.0}),
+        (("flash_attention",), {"chunked_window": True}),
         (LOW, {"head_dim": 264}),
-        (LOW, {"chunked_window": True}),
+        (("mixed_precision", "flash_attention:generation=1"), {"position": "alibi"}),
     ],
 )
 def test_others_keep_a_mask_for_each_row(plan, changes):
     e = experiment(2048, *plan, documents=True, **changes)
     assert attention(e)[0].kernel == "biased"
     assert buffers(e) >= 4 * 2048**2 * 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "documents", "changes"),
+    [
+        (LOW, False, {"attention_soft_cap": 30.0, "window_every": 2}),
+        (LOW, True, {"attention_soft_cap": 30.0, "sliding_window": None}),
+        (LOW, False, {"position": "alibi", "sliding_window": None}),
+        (LOW, True, {"chunked_window": True}),
+        ((*LOW, "torch_compile"), True, {}),
+    ],
+)
+def test_our_kernel_needs_no_mask_and_computes_scores_again(plan, documents, changes):
+    """Beside PyTorch's kernel for the model without what it lacks: the same in forward, and two products more."""
+    plain = {n: v for n, v in changes.items() if n in ("sliding_window", "window_every")}
+    e = experiment(2048, *plan, documents=documents, **changes)
+    theirs = experiment(2048, *LOW, documents=documents, **plain)
+    assert buffers(e) <= buffers(theirs)  # ALiBi has no rotary tables
+    mine, known = (rewritten_ops(x) for x in (e, theirs))
+    assert {o.kernel for o in mine} == {o.kernel for o in known}
+    again = [o for o in mine if o.name == "attention.flash.scores"]
+    assert again
+    for o in again:
+        (forward,) = {f.flops for f in mine if f.name == "attention.flash" and f.shape == o.shape}
+        assert (o.flops, o.recompute) == (forward, True)
+    assert len(again) == len([o for o in known if o.name == "attention.flash.bwd"])
+    if not changes.get("chunked_window"):
+        assert [o.flops for o in mine if not o.recompute] == [o.flops for o in known]
+
+
+def test_a_chunk_takes_half_the_keys_of_a_window():
+    (chunked,), (windowed,) = attention(experiment(8192, chunked_window=True)), attention(experiment(8192))
+    assert chunked.flops / windowed.flops == pytest.approx(0.5, rel=WINDOW / 8192)
+
+
+def rewritten_ops(e):
+    e, techniques = resolve(e)
+    g = rewritten(training_graph(e), e, techniques)
+    return [o for b in g.blocks for o in (*b.forward, *b.backward) if o.name.startswith("attention.flash")]

@@ -20,6 +20,8 @@ from ridgeline.measure.probing.gpu_operators import ROTATE_BYTES, timed
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.products import served_linear
 from ridgeline.nn.memory.step_pages import make_pages
+from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, flash_attention, naive_attention
+from ridgeline.nn.model.spans import make_spans, span_attention
 from ridgeline.nn.quant.codec import E4M3, encode, layouts, peak_of, scale_for
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
@@ -92,6 +94,16 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
         label = f"paged attention, {batch} of {length} tokens, {heads}/{groups} heads of {d}"
         label += f", {kind} cache" * bool(kind) + f", {new} new" * (new > 1)
         found.append((label, op, partial(_paged, setting, op)))
+    for (shape, cap), backward in product((((4, 32, 32, 2048, 2048, 128), 0.0), ((1, 16, 8, 4096, 4096, 256), 50.0)),
+                                          (False, True)):  # fmt: skip
+        batch, heads, groups, length, _, d = shape
+        op = Op("attention", "", "attention", "backward" if backward else "forward",
+                (10.0 if backward else 4.0) * batch * heads * length * (length + 1) / 2 * d,
+                (8.0 if backward else 4.0) * batch * length * (heads + groups) * d, "bf16", shape,
+                causal=True)  # fmt: skip
+        label = f"training attention{' backward' * backward}, {'soft caps' if cap else 'ALiBi'}, "
+        label += f"{heads}/{groups} heads of {d}"
+        found.append((label, op, partial(_spans, setting, op, cap)))
     for (rows, width), rowwise in product(((16384, 4096), (4096, 14336)), (False, True)):
         moved = (8.0 if rowwise else 6.0) * rows * width
         label = f"fp8 codes, also transposed{', by rows' if rowwise else ''}, {rows}x{width}"
@@ -340,6 +352,38 @@ def _paged(setting: Setting, op: Op) -> Calls:
 
     return Calls([lambda: paged_attention(q, stores[0], stores[1], pages, 0)], [lambda: plain(torch.bfloat16)],
                  lambda: plain(torch.float32))  # fmt: skip
+
+
+def _spans(setting: Setting, op: Op, cap: float, dtype: torch.dtype = torch.bfloat16) -> Calls:
+    """Beside PyTorch's with scores or their bias in memory; of the backward pass, the gradient of queries."""
+    batch, heads, groups, length, _, d = op.shape
+    device = torch.device(setting.kind)
+    changes = ScoreChanges(cap, None, None) if cap else ScoreChanges(None, alibi_slopes(heads), None)
+    given = [_randn(setting, batch, length, n, d, dtype=dtype).transpose(1, 2) for n in (heads, groups, groups)]
+    grad = torch.randn_like(given[0])
+    spans = make_spans(batch, length, None, True, 0, device)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+    bias = torch.zeros(length, length, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min / 2)
+
+    def call(wide: torch.dtype, attend: Callable[..., Tensor]) -> Callable[[], Tensor]:
+        q, k, v = (t.detach().to(wide).requires_grad_() for t in given)
+        if op.direction == "forward":
+            return lambda: attend(q.detach(), k.detach(), v.detach())
+        with torch.enable_grad():
+            out = attend(q, k, v)
+        return lambda: torch.autograd.grad(out, [q, k, v], grad.to(wide), retain_graph=True)[0]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return span_attention(q, k, v, spans, changes)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attend = naive_attention if cap else flash_attention
+        return attend(q, k, v, Mask(bias.to(q.dtype), False, changes=changes))
+
+    def right() -> Tensor:
+        return call(torch.float32, lambda q, k, v: naive_attention(q, k, v, Mask(bias, False, changes=changes)))()
+
+    return Calls([call(dtype, ours)], [call(dtype, plain)], right)
 
 
 def _chunked(rows: int, hidden: int, vocabulary: int) -> Calls:

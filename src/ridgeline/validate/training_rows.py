@@ -249,8 +249,9 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
     )
     fused = megatron or precision == "fp8"  # which means Transformer Engine's kernels
     if flash:
-        # InternEvo asked for its release 1.0.5
-        plan.append(f"flash_attention:generation={1 if internevo else 3 if fused else 2}")
+        # InternEvo asked for its release 1.0.5; for ALiBi, llm-foundry took the Triton kernel of that time
+        first = internevo or row.text("family", "") == "mpt"
+        plan.append(f"flash_attention:generation={1 if first else 3 if fused else 2}")
     fused_loss = str(row.text("family", "") == "mpt").lower()
     plan.append(f"fused_layers:elementwise={str(fused).lower()},loss={fused_loss},chunked=false")
     if degrees["tp"] > 1:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ridgeline.nn.model.flash_blocks import Sequences, computable, has_varlen, varlen_attention, with_sinks
 from ridgeline.nn.model.norm import RMSNorm, UnweightedRMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope, rotate
+from ridgeline.nn.model.spans import make_spans, span_attention
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.errors import unknown
 from ridgeline.spec.model import CAPPED_ROWS, ModelSpec
@@ -53,6 +54,7 @@ class Mask(NamedTuple):
     sequences: Sequences | None = None  # the rows' documents, or the rows
     window: int = 0  # newest tokens that a token sees; 0: all, or as the bias says
     rope: Rope | None = None  # by which a cache turns queries and keys
+    spans: Tensor | None = None  # what tokens see, for our kernel, which needs nothing else of all this
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class AttentionBackend:
     ``function(q [B,H,S,D], k [B,G,T,D], v [B,G,T,D], mask) -> [B,H,S,D]``; H is a multiple of G.
     ``wants_bias``: the function cannot apply causality itself and must always be given it as a bias.
     ``separates``: it masks documents by their numbers, and is given no bias for them.
-    ``splits``: it attends within each document, and on a GPU within windows, without a bias for them.
+    ``splits``: it attends within each document, and on a GPU within windows, without a bias for them, and by our kernel
+    to what PyTorch's has not.
     """
 
     name: str
@@ -139,6 +142,7 @@ def make_mask(
     documents: Tensor | None = None,
     positions: Tensor | None = None,
     sequences: Sequences | None = None,
+    rows: int = 0,
 ) -> Mask:
     """The mask for queries ``start .. start + length`` over keys ``0 .. start + length``.
 
@@ -146,7 +150,8 @@ def make_mask(
 
     ``padding`` [B, T] bool: True = real token. ``documents`` [B, T]: a token sees only those of the same number.
     ``positions`` [S] or [B, S]: those of the queries, where they are others. No tensor is made where a flag says it
-    all, nor where the backend can attend within ``sequences`` (the documents, or the rows) instead.
+    all, nor where the backend can attend within ``sequences`` (the documents, or the rows) instead, nor where our
+    kernel attends to all else: of a batch of ``rows``, if it can (0: it cannot).
     """
     total = start + length
     scale = None if windowed else temperature(spec, positions, start, length, device)
@@ -154,14 +159,21 @@ def make_mask(
     if window is not None and total <= window and not (spec.chunked_window and positions is not None):
         window = None
     causal = spec.causal and length > 1  # a single, last query sees every key anyway
-    if padding is None and window is None and documents is None:
+    changed = rows > 0 and (spec.attention_soft_cap is not None or spec.position == "alibi")
+    if padding is None and window is None and documents is None and not changed:
         if not causal:
             return Mask(None, False, scale=scale)
         if start == 0 and not wants_bias:
             return Mask(None, True, scale=scale)
     slides = window is None or (has_varlen(device) and not spec.chunked_window)
-    if sequences is not None and padding is None and slides and start == 0 and length > 1:
+    fresh = padding is None and start == 0 and length > 1
+    if sequences is not None and fresh and slides:
         return Mask(None, causal, scale=scale, sequences=sequences, window=window or 0)
+    chunked = window is not None and spec.chunked_window
+    if rows and fresh and (not chunked or positions is None or documents is not None):
+        newest = window or 0
+        spans = make_spans(rows, length, documents, causal, -newest if chunked else newest, device)
+        return Mask(None, causal, scale=scale, spans=spans)
     query = torch.arange(start, total, device=device)[:, None]
     key = torch.arange(total, device=device)
     allowed = key <= query if spec.causal else (key >= 0).expand(length, -1)
@@ -249,9 +261,12 @@ def fused(
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """PyTorch's fused attention (flash or memory-efficient kernels): no score matrix (arXiv:2205.14135)."""
+    """PyTorch's fused attention (flash or memory-efficient kernels), or ours: no score matrix (arXiv:2205.14135)."""
     batch, heads, length, width = q.shape
     groups = k.shape[1]
+    if mask.spans is not None:
+        q, k, v = (t.to(compute_dtype(t)) for t in (q, k, v))
+        return span_attention(q, k, v, mask.spans, mask.changes)
     if mask.sequences is not None:
         return _within(q, k, v, mask, mask.sequences)
     if mask.changes is not None:

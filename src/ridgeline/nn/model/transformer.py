@@ -30,6 +30,7 @@ from ridgeline.nn.model.mlp import ACTIVATIONS, MLP
 from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.norm import NoNorm, compute_dtype, make_norm
 from ridgeline.nn.model.rotary import Rope, Rotary
+from ridgeline.nn.model.spans import by_spans
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
@@ -367,12 +368,13 @@ class Transformer(nn.Module):
         wants = self.backend.wants_bias or self.spec.position == "relative"
         whole = cache is None and padding is None and not wants and self.backend.splits
         runs = self._sequences(x, length, documents, sequences) if whole else None
+        rows = x.shape[0] if whole and by_spans(self.spec, x) else 0
         kinds: dict[bool, tuple[Mask, Rope | None]] = {}
         encoded = self._source(source, source_mask, dtype) if self.encoder else None
         for name, block in self.layers.items():
             if (kind := bool(block.windowed)) not in kinds:
                 mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate, positions,
-                                 runs)  # fmt: skip
+                                 runs, rows)  # fmt: skip
                 if self.embed is not None and self.embed.decoder_relative is not None:
                     bias = relative_bias(self.embed.decoder_relative, self.spec, False, start, length, start + length,
                                          device)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ridgeline.graph.graph import AFTER_AMPERE, BIASED, LATENT, PORTABLE, Block, Graph, Op, Saved
+from ridgeline.graph.graph import AFTER_AMPERE, BIASED, LATENT, PORTABLE, Block, Graph, Op, Saved, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import CAPPED_ROWS
@@ -21,9 +21,10 @@ class FlashAttention(Technique):
 
     Without it, attention is the explicit product of three operators; with it, PyTorch's fused
     ``scaled_dot_product_attention`` (FlashAttention-2 on CUDA, its blocked counterpart on CPU). Packed documents are
-    computed each by itself, on CUDA in 16 bits by one kernel, which in training has sliding windows too; elsewhere
-    these are a bias on the scores. It has no soft caps on scores: attention with these goes by blocks of queries that
-    are computed again in backward.
+    computed each by itself, on CUDA in 16 bits by one kernel, which in training has sliding windows too. What that
+    kernel lacks, soft caps on scores, ALiBi and windows that are chunks, training on CUDA in 16 bits computes by a
+    kernel of ours in Triton. Elsewhere these are a bias on the scores, but for soft caps: attention with these goes by
+    blocks of queries that are computed again in backward.
     """
 
     card: ClassVar[Card] = Card(
@@ -72,40 +73,48 @@ class FlashAttention(Technique):
         groups = e.model.num_heads // e.model.num_kv_heads
         batch = max(1, g.tokens // g.length)
         documents = e.is_training and e.training.separates_documents
-        capped = e.model.attention_soft_cap is not None
+        capped, alibi = e.model.attention_soft_cap is not None, e.model.position == "alibi"
         cpu, varlen = e.cluster.device.kind == "cpu", _has_varlen(e)
+        own = self.generation in (None, 2) and _has_own(e)
         # Attention within each document: on a CPU by calls, whose results are joined, on a GPU by one kernel, to which
-        # the stages of a pipeline cannot pass where documents end.
+        # the stages of a pipeline cannot pass where documents end, which ours does not ask.
         able = e.model.causal and not e.model.score_changes if cpu else varlen and e.parallel.get("pp", 1) == 1
         splits = documents and able and not has(e, "compiled_blocks")
-        separate = documents and not splits
+        whole = documents and not splits
+        separate = whole and not own
         cut, mixed = bool(window and length > window), e.model.window_every > 1
-        slides = cut and varlen and not separate and not e.model.chunked_window
+        slides = cut and (own or (varlen and not whole and not e.model.chunked_window))
         # Other kernels handle none of this themselves: one mask serves all layers of a kind.
         masks = (batch if documents else 1) if cut and not slides else 0
-        masks += (batch if separate else 1) if (capped or separate) and (mixed or not cut) else 0
+        masks += (batch if separate else 1) if ((capped and not own) or separate) and (mixed or not cut) else 0
         g.buffers += masks * length * length * DTYPE_BYTES[e.dtype]
-        if e.model.position == "alibi":  # as a bias, which the mask is a part of
+        if alibi and not own:  # as a bias, which the mask is a part of
             g.buffers += e.model.num_heads * length * length * DTYPE_BYTES[e.dtype]
-        first = self.generation == 1 or e.model.position == "alibi"  # FlashAttention-2 accepts a bias only since 2024
+        first = self.generation == 1 or (alibi and not own)  # FlashAttention-2 accepts a bias only since 2024
         later = self.generation in (None, 2) and e.cluster.device.architecture.lower() in AFTER_AMPERE
 
         def fuse(b: Block) -> None:
             windowed = cut and (b.kind[1] or not mixed)
+            chunked = windowed and e.model.chunked_window
+            ours = own and (capped or alibi or whole or chunked)
             masked = (windowed and not slides) or separate
-            kernel = BIASED if first or masked or capped else PORTABLE if later else ""
             banded = windowed and slides and e.model.causal
             causal = e.model.causal and not masked and not banded
-            share = _computed(length) if capped and causal and length > 1 else 1.0
-            share = _band(window, length) if banded and window else share
+            blocked = capped and not ours
+            kernel = BIASED if first or masked or blocked else PORTABLE if later else ""
+            share = _computed(length) if blocked and causal and length > 1 else 1.0
+            if banded and window:
+                share = window / length if chunked else _band(window, length)
             keys = min(length, window + _BLOCK) if banded and window else 0
             _fuse(b, groups, batch, causal, kernel if e.is_training else "", share, keys)
+            if ours:
+                _compute_again(b)
             context = b.saved.get("attention.context")
             if splits and cpu and context and not masked:
                 b.saved["attention.parts"] = Saved(context.bytes, frozenset({"attention.flash.bwd"}))
 
         g = g.each_block(fuse, layers_only=True)
-        return g.each_block(_keep_operands, layers_only=True) if capped else g
+        return g.each_block(_keep_operands, layers_only=True) if capped and not own else g
 
     def apply(self, run: Build) -> None:
         """Switch the model's attention backend."""
@@ -124,13 +133,24 @@ _BLOCK = 128
 """Queries of a block of the kernel, which sees all keys that one of them does."""
 
 
-def _has_varlen(e: Experiment) -> bool:
-    """Whether attention in training is by PyTorch's kernel for documents and windows."""
+def _fits(e: Experiment) -> bool:
+    """Whether a GPU's kernels for attention in training that need no mask compute in this dtype and width of heads."""
     m, device = e.model, e.cluster.device
     narrow = e.dtype in ("bf16", "fp16") or has(e, "compute_dtype")
-    changed = m.attention_soft_cap is not None or m.position in ("alibi", "relative")
     fits = m.head_dim <= 256 and m.head_dim % 8 == 0
-    return e.is_training and device.architecture.lower() in _VARLEN and narrow and fits and not changed
+    return e.is_training and device.architecture.lower() in _VARLEN and narrow and fits
+
+
+def _has_varlen(e: Experiment) -> bool:
+    """Whether attention in training is by PyTorch's kernel for documents and windows."""
+    return _fits(e) and e.model.attention_soft_cap is None and e.model.position not in ("alibi", "relative")
+
+
+def _has_own(e: Experiment) -> bool:
+    """Whether attention in training is by our kernel where PyTorch has none."""
+    m = e.model
+    known = m.position != "relative" and not (m.position == "alibi" and m.attention_sinks)
+    return _fits(e) and known and not m.is_latent and e.parallel.get("cp", 1) == 1
 
 
 def _band(window: int, length: int) -> float:
@@ -195,6 +215,16 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str, share: f
         expanded = [p.numel * 4.0 for o in b.forward if o.kind == "cast" for p in b.params if p.name == o.param]
         b.workspace = max([small, *expanded] + [o.bytes / 3 for o in others])
         b.backward_workspace = max([3 * small, *expanded] + [o.bytes for o in others])
+
+
+def _compute_again(b: Block) -> None:
+    """The two kernels of our backward pass both compute scores and the gradients of weights: two products more, as many
+    as the forward pass has."""
+    forward = next((o for o in b.forward if o.name == "attention.flash"), None)
+    at = next((i for i, o in enumerate(b.backward) if o.name == "attention.flash.bwd"), None)
+    if forward is not None and at is not None:
+        again = changed(forward, name="attention.flash.scores", direction="backward", recompute=True)
+        b.backward = [*b.backward[:at], again, *b.backward[at:]]
 
 
 def _keep_operands(b: Block) -> None:
