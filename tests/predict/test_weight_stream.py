@@ -5,6 +5,7 @@ import pytest
 from ridgeline import catalog, experiments
 from ridgeline.predict import predict
 from ridgeline.predict.serving.weight_stream import _Pass, _Segment
+from ridgeline.spec.device import Cluster, Device, Rate
 
 
 def seconds(pieces, room, layers=4):
@@ -58,3 +59,23 @@ def test_flexgen_takes_its_two_phases_one_after_the_other():
     fetched = layers / (0.8 * host.bandwidth)
     assert max(fetched, computed) < 0.98 * whole
     assert whole < serial
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_cpu_copies_into_a_ring_at_the_rate_of_its_size(prefetch):
+    """A ring of layers of Llama 3.2 1B, 243 MB each, is larger than 64 MiB, one of llama-mini smaller than 16."""
+    rates = {
+        "copy_ring16": Rate(byte_rate=4e9),
+        "copy_ring64": Rate(byte_rate=3e9),
+        "copy_ring256": Rate(byte_rate=2e9),
+    }
+    bare = Device(name="cpu", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=64e9, memory_bandwidth=1e10)
+    for model, rate in (("llama-mini", 4e9), ("llama-3.2-1b", 2e9)):
+        w = {"kind": "generate", "batch_size": 1, "prompt_len": 16, "output_len": 16}
+        plan, took = [f"zero_inference:prefetch={prefetch}"], []
+        for device in (bare, bare.model_copy(update={"rates": rates})):
+            cluster = Cluster(device=device)
+            took.append(predict(experiments.make(model, cluster, w, plan)).metrics["tpot_s"].value)
+        m = catalog.model(model)
+        held = sum(p.numel for i in range(m.num_layers) for p in m.block_parameters(i)) * 4
+        assert took[0] - took[1] == pytest.approx(held * (2 / 1e10 - 1 / rate), rel=0.02)

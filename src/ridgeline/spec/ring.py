@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+RING_BYTES = (1 << 24, 1 << 26, 1 << 28)
+"""Sizes of rings into which a probed CPU's copies from host memory are measured: small ones stay in its last cache."""
+
 
 class RingSpace:
     """Memory of ``size`` bytes that is handed out in consecutive pieces, and given back in the same order."""

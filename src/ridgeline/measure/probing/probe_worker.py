@@ -40,6 +40,7 @@ from ridgeline.nn.quant.quantized import dequantize, quantize
 from ridgeline.paths import cache_dir
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.lowbit import FEW_ROWS, GEMM_ROWS
+from ridgeline.spec.ring import RING_BYTES
 
 SMALL = (704, 256)
 """Outputs and inputs of a small model's product: large ones are faster, but small models live below them."""
@@ -63,6 +64,8 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     rates = _operators(timer, device, peaks, report, inference)
     report({"stage": "memory"})
     bandwidth = _bandwidth(timer, device)
+    if inference and ranks == 1 and device.type == "cpu":
+        rates.update(_ring_copies(timer))
     report({"stage": "a reference step"})
     reference = reference_step(timer, device, 8 if options.quick else 12)
     decoding = reference_decode(device) if inference and ranks == 1 and device.type == "cpu" else {}
@@ -356,6 +359,19 @@ def _bandwidth(timer: Timer, device: torch.device) -> float:
     a = torch.empty(32 * 2**20, device=device).normal_()
     b = torch.empty_like(a)
     return 2 * a.numel() * 4 / timer.median([lambda: b.copy_(a)])
+
+
+def _ring_copies(timer: Timer) -> dict[str, dict[str, Any]]:
+    """Copies of weights that are in no cache into rings of some sizes, in bytes of weights."""
+    piece = min(RING_BYTES)
+    source = torch.zeros(2 * max(RING_BYTES) // piece, piece, dtype=torch.uint8)
+    least = timer.median([functools.partial(torch.zeros(64).copy_, torch.zeros(64))])
+    rates = {}
+    for size in RING_BYTES:
+        ring = torch.zeros(size // piece, piece, dtype=torch.uint8)
+        calls = [functools.partial(ring[i % len(ring)].copy_, part) for i, part in enumerate(source)]
+        rates[f"copy_ring{size >> 20}"] = rate([(0, 0, least), (0, piece, timer.median(calls))])
+    return rates
 
 
 def _collectives(timer: Timer, device: torch.device, ranks: int, widths: tuple[int, ...]) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ from ridgeline.graph import Graph, Op
 from ridgeline.graph.graph import Block, alternate
 from ridgeline.predict.step.streams import block_times, seconds_of
 from ridgeline.spec.device import Cluster
-from ridgeline.spec.ring import RingSpace
+from ridgeline.spec.ring import RING_BYTES, RingSpace
 
 _FETCHES = 64
 """Fetches that are followed at least, in whole passes; and segments ahead of these, from the pass before."""
@@ -44,7 +44,7 @@ def streamed_seconds(g: Graph, cluster: Cluster) -> float:
     """Seconds of a forward pass in the steady state of one after the other, with what it waits for, the weights that
     arrive, and what is moved beside parts of layers (``behind`` empty, weights and module). ``g``: a pass's operators,
     with the bytes of the ring as its ``weight_buffers``."""
-    known = [_segments(b, cluster, g.accumulation * g.passes) for b in g.blocks]
+    known = [_segments(b, cluster, g.accumulation * g.passes, g.weight_buffers) for b in g.blocks]
     order = [s for i, n in alternate(g.blocks) for _ in range(n) for s in known[i]]
     return _Pass(order, g.weight_buffers).seconds()
 
@@ -54,8 +54,17 @@ def waits(op: Op, cluster: Cluster) -> bool:
     return not op.behind or (op.kind == "h2d" and cluster.device.kind == "cpu")
 
 
-def _segments(b: Block, cluster: Cluster, times: int) -> list[_Segment]:
-    """The parts of a block in order, each computed ``times`` times."""
+def _copied(op: Op, cluster: Cluster, room: float) -> float:
+    """Seconds in which cores copy weights from host memory into a ring of ``room`` bytes, which may stay in a cache."""
+    if op.name != "weights.h2d" or cluster.device.kind != "cpu":
+        return seconds_of(op, cluster)
+    sizes = [size for size in RING_BYTES if size >= room] or RING_BYTES[-1:]
+    rate = cluster.device.rates.get(f"copy_ring{sizes[0] >> 20}")
+    return seconds_of(op, cluster) if rate is None else op.link_bytes / rate.byte_rate
+
+
+def _segments(b: Block, cluster: Cluster, times: int, room: float) -> list[_Segment]:
+    """The parts of a block in order, each computed ``times`` times; ``room``: bytes of the ring."""
     moved = [o for o in b.gather_forward if o.axis == "host" and (o.behind != "layers" or waits(o, cluster))]
     parts = [o.param for o in moved if o.param or o.behind] or [""]
     found = {part: _Segment(part) for part in parts}
@@ -64,7 +73,7 @@ def _segments(b: Block, cluster: Cluster, times: int) -> list[_Segment]:
         if o.behind == "weights":
             s.size = o.link_bytes
         if waits(o, cluster):
-            s.waits += seconds_of(o, cluster)
+            s.waits += _copied(o, cluster, room)
         else:
             to = s.fetch if o.behind == "weights" else s.beside
             to[STREAMS[o.kind]] = to.get(STREAMS[o.kind], 0.0) + seconds_of(o, cluster)
