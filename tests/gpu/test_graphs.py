@@ -209,6 +209,21 @@ def test_few_tokens_behind_many_are_launched_by_themselves(made, monkeypatch):
     assert not sizes[43].prompts
 
 
+@pytest.mark.parametrize(
+    ("sequences", "alone"),
+    [
+        ([(12, 9000)], True),
+        ([(17, 9000)], False),  # 68 rows, as many as a prompt's
+        ([(12, 8000)], False),
+        ([(1, 9000), (100, 100)], True),
+        ([(1, 9000)] * 9 + [(100, 100)], False),  # as many programs as without a graph
+        ([(1, 9000)] * 9 + [(12, 9000)], True),
+    ],
+)
+def test_which_long_sequences_are_read_faster_without_a_graph(sequences, alone):
+    assert scheduling.divides_far_keys(sequences, 1, 4) == alone
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_replayed_steps_check_drafts(made, drafts):
     """As sequences of few tokens where they are expected, else as prompts."""

@@ -279,6 +279,28 @@ def test_one_rounding_of_products_in_fp32(widened_rows, monkeypatch, shape, tran
     assert widened_rows == [x.numel() // 24]
 
 
+def test_products_in_fp32_are_tensors_of_their_own(widened_rows):
+    """On the device of their operands, and not views, which no autograd function may return for others to write to."""
+
+    class Within(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return products.linear(x, weight)
+
+        @staticmethod
+        def backward(ctx, d):
+            return d.new_ones(2, 40, 24), None
+
+    x, w = torch.randn(2, 40, 24).bfloat16().requires_grad_(), torch.randn(16, 24).bfloat16()
+    with torch.device("meta"):
+        y = Within.apply(x, w)
+    assert y.is_cpu
+    assert not y._is_view()
+    y.mul_(2).float().sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert widened_rows == [80]
+
+
 def test_what_is_not_multiplied_in_fp32(widened_rows):
     few, many, w = torch.randn(8, 24).bfloat16(), torch.randn(70, 24).bfloat16(), torch.randn(16, 24).bfloat16()
     for x, weight in [(few, w), (many.half(), w.half()), (many.float(), w.float())]:

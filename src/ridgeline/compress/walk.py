@@ -241,11 +241,11 @@ class Walker:
     def _dense(
         self, prefix: str, mlp: MLP, inputs: Callable[[], Iterator[Tensor]], peaks: dict[str, Tensor], rows: int
     ) -> Iterator[Tensor]:
-        """Compress a layer that reads ``rows`` rows in all; yields its outputs for each of ``inputs``."""
+        """Compress a layer that reads ``rows`` rows in all → its outputs for each of ``inputs``."""
         names = ("up_proj",) if mlp.gate_proj is None else ("gate_proj", "up_proj")
         self._site(f"{prefix}.up", mlp, names, peaks, inputs())
         kept: list[Tensor] = []
-        fits = 4 * rows * mlp.down_proj.in_features <= Hidden.IN_MEMORY
+        fits = 4 * rows * (mlp.down_proj.in_features + mlp.down_proj.out_features) <= Hidden.IN_MEMORY
 
         def expanded() -> Iterator[Tensor]:
             for x in inputs():
@@ -256,9 +256,8 @@ class Walker:
 
         self._site(f"{prefix}.down", mlp, ("down_proj",), peaks, expanded())
         if not kept:  # no step wanted to see them, or they are too many
-            yield from (mlp(x) for x in inputs())
-        while kept:
-            yield mlp.down_proj(kept.pop(0))
+            return (mlp(x) for x in inputs())
+        return (mlp.down_proj(kept.pop(0)) for _ in range(len(kept)))
 
     def _experts(self, prefix: str, block: TransformerBlock, hidden: Hidden, expert: ReadExpert) -> None:
         """Each expert sees only the tokens that the router sends to it. In memory are the weights of one, or of as many

@@ -27,6 +27,7 @@ from ridgeline.nn.memory.kv_pool import Piece
 from ridgeline.nn.memory.step_pages import Pages, Work, fewest_rows, launches, most_rows
 from ridgeline.spec.scheduling import (
     CAPTURED_SEQUENCES,
+    FEW_DECODING,
     FEW_ROWS,
     Limits,
     captured_prompts,
@@ -45,8 +46,6 @@ NARROWEST, WIDER = 64, 4
 """Blocks of a sequence in a decode step's narrowest captured table, and how much wider the next one is."""
 ALIGNED = 16
 """Bytes at a multiple of which the numbers of each kind begin: kernels are compiled for addresses of this kind."""
-FEW_DECODING = 16
-"""Decoding sequences that steps with prompts have room for, beside none and the most."""
 
 
 class Size(NamedTuple):
@@ -72,14 +71,19 @@ class CudaCapture:
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """Run twice beside the main stream, so that kernels are compiled and libraries have their memory; then
         capture."""
-        self.stream.wait_stream(torch.cuda.current_stream())
+        main = torch.cuda.current_stream()
+        self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
             for _ in range(2):
                 run()
-        torch.cuda.current_stream().wait_stream(self.stream)
+        main.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            out = run()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                out = run()
+        except Exception:
+            torch.cuda.set_stream(main)  # PyTorch leaves that of a capture that fails in place
+            raise
         self.pool = self.pool or graph.pool()
         return graph.replay, out
 
@@ -243,11 +247,10 @@ class StepGraphs:
     def _find_with_prompts(self, step: PackedStep, tokens: int) -> Size | None:
         if self.runner.restoring is not None:  # layer by layer, the first of which need not wait for the last
             return None
-        counts = [p.stop - p.start for p in step.pieces]
-        if any(n > self.few and divides_far_keys(n, p.length, self.repeat)
-               for n, p in zip(counts, step.pieces, strict=True)):  # fmt: skip
+        sequences = [(p.stop - p.start, p.length) for p in step.pieces]
+        if divides_far_keys(sequences, self.few, self.repeat):
             return None
-        decoding = sum(n <= self.few for n in counts)
+        decoding = sum(n <= self.few for n, _ in sequences)
         prompts = len(step.pieces) - decoding
         fit = (s for s in self.prompt_sizes if s.tokens >= tokens and s.decoding >= decoding and s.prompts >= prompts)
         return next(fit, None)
@@ -314,6 +317,7 @@ class StepGraphs:
     def _places(self, size: Size) -> tuple[slice, slice]:
         """Where the items of decoding sequences and of prompts are."""
         first = self.prompt_sizes[-1].decoding  # the most of all
+        first += first % 2  # ALIGNED: an item is two numbers of four bytes
         return slice(0, size.decoding), slice(first, first + self._most_items(size))
 
     def _most_items(self, size: Size) -> int:

@@ -47,10 +47,20 @@ FAR = 8192
 """Tokens of a sequence from which few programs read them for longer than a step takes to be launched."""
 
 
-def divides_far_keys(tokens: int, length: int, repeat: int) -> bool:
-    """Whether a prompt's ``tokens`` are so few, and its whole ``length`` such, that its keys should be divided, which
-    captured steps do for decoding sequences only. ``repeat``: query heads of a key head."""
-    return tokens * repeat <= FEW_ROWS and length > FAR
+FEW_DECODING = 16
+"""Decoding sequences that captured steps with prompts have room for, beside none and the most."""
+
+
+def divides_far_keys(sequences: Sequence[tuple[int, int]], few: int, repeat: int) -> bool:
+    """Whether a step with prompts should divide the keys of long sequences over more programs than if it were captured:
+    then it divides those of decoding sequences alone, over as many programs as if all that it has room for were there.
+
+    ``sequences``: new tokens and length of each; ``few``: most new tokens of one that decodes; ``repeat``: query heads
+    of a key head.
+    """
+    far = [n for n, length in sequences if length > FAR and n * repeat <= FEW_ROWS]
+    alone = 2 * sum(n <= few for n, _ in sequences) <= FEW_DECODING
+    return any(n > few or alone for n in far)
 
 
 @dataclass

@@ -54,6 +54,8 @@ def widened() -> frozenset[torch.dtype]:
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkl.is_available():
         return frozenset()
     has = set(_told("flags").split())
+    if not has:  # not known
+        return frozenset()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     if limit not in ("ALL", "DEFAULT"):  # what oneDNN may use of them
         has -= {flag for flag, names in _ONEDNN.items() if not any(name in limit for name in names)}
@@ -103,17 +105,18 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, (n, k) = x.reshape(-1, x.shape[-1]).float(), weight.shape
-    y = torch.empty(len(rows), n, dtype=x.dtype)
+    y = rows.new_empty(len(rows), n, dtype=x.dtype)
     step = max(1, PART // k)
     for start in range(0, n, step):
         part = slice(start, start + step)
         wide = weight[part].float().t()
         y[:, part] = rows @ wide if bias is None else torch.addmm(bias[part].float(), rows, wide)
-    return y.view(*x.shape[:-1], n)
+    # Not a view: as above.
+    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], n])
 
 
 def _suits_widening(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether nothing is differentiated, and the rows are many."""
+    """Whether autograd records nothing (of our own functions it does not), and the rows are many."""
     given = (x, weight) if bias is None else (x, weight, bias)
     return (
         weight.dim() == 2

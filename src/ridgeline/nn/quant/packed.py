@@ -128,6 +128,7 @@ def _packed_eights(codes: Tensor, bits: int) -> Tensor:
     """:func:`pack_bits` of codes that no byte holds evenly: eight of them fill ``bits`` bytes."""
     rows, n = codes.shape
     whole = torch.nn.functional.pad(codes, (0, -n % 8)) if n % 8 else codes.contiguous()
+    whole = whole.clone() if whole.storage_offset() % 8 else whole
     eights, lane, size = whole.view(torch.int64), 8, bits
     while lane < 64:  # of two neighbors, the upper moves down to the lower
         low = sum(((1 << size) - 1) << at for at in range(0, 64, 2 * lane))

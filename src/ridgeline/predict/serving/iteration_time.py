@@ -328,7 +328,8 @@ class Iterations:
         rows = n + len(prompts)
         attention = sum(self.prompt_attention(q, before) for q, before in prompts)
         new += pads
-        far = any(divides_far_keys(q, before + q, self.repeat) for q, before in prompts)
+        sequences = [(q, before + q) for q, before in prompts] + [(1, cached // max(n, 1))] * n
+        far = divides_far_keys(sequences, 1, self.repeat)
         size = 0 if far else self._size(n, n + new, len(prompts))
         computed = size or n + new
         whole, links = self.body(computed), self.links(computed)

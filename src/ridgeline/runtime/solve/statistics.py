@@ -35,8 +35,13 @@ class Gram:
 
     @property
     def value(self) -> Tensor:
-        """H [width, width] of the rows so far."""
-        return self.lower.tril() + self.lower.tril(-1).t()
+        """H [width, width] of the rows so far; it changes as others are added."""
+        for start in range(0, len(self.lower), self.step):
+            end = start + self.step
+            block = self.lower[start:end, start:end]
+            block.copy_(block.tril() + block.tril(-1).t())
+            self.lower[start:end, end:] = self.lower[end:, start:end].t()
+        return self.lower
 
 
 class InputPeak:
