@@ -41,6 +41,19 @@ def any_size(monkeypatch):
     monkeypatch.setattr(products, "LARGE", 0)
 
 
+class Within(torch.autograd.Function):
+    """A product within an autograd function, whose results others may write to if they are no views."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.shape = x.shape
+        return products.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, d):
+        return d.new_ones(ctx.shape), None
+
+
 def leaves(*shapes, **options):
     return [torch.randn(s, generator=torch.Generator().manual_seed(i), **options) for i, s in enumerate(shapes)]
 
@@ -70,17 +83,7 @@ def test_result_and_gradients(onednn_calls, shape, transposed, trained):
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("trained", [False, True])
 def test_results_may_be_written_to(onednn_calls, trained):
-    """As those of ``F.linear``, within an autograd function too, whose results must not be views."""
-
-    class Within(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            return products.linear(x, weight)
-
-        @staticmethod
-        def backward(ctx, d):
-            return d.new_ones(2, 5, 24), None
-
+    """As those of ``F.linear``, within an autograd function too."""
     x, w, _ = leaves((2, 5, 24), (16, 24), (16,))
     w = w.detach().requires_grad_(trained)
     for y in (products.linear(x, w), Within.apply(x, w)):
@@ -280,17 +283,7 @@ def test_one_rounding_of_products_in_fp32(widened_rows, monkeypatch, shape, tran
 
 
 def test_products_in_fp32_are_tensors_of_their_own(widened_rows):
-    """On the device of their operands, and not views, which no autograd function may return for others to write to."""
-
-    class Within(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            return products.linear(x, weight)
-
-        @staticmethod
-        def backward(ctx, d):
-            return d.new_ones(2, 40, 24), None
-
+    """On the device of their operands, and not views."""
     x, w = torch.randn(2, 40, 24).bfloat16().requires_grad_(), torch.randn(16, 24).bfloat16()
     with torch.device("meta"):
         y = Within.apply(x, w)
