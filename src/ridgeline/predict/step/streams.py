@@ -125,6 +125,9 @@ class BlockTimes:
     gather_backward: list[tuple[str, float]] = field(default_factory=list)
     reduce: list[tuple[str, float]] = field(default_factory=list)
     store: list[tuple[str, float]] = field(default_factory=list)
+    late_forward: float = 0.0
+    """In a pipeline: what of the transfers before ``forward`` does not overlap with compute."""
+    late_backward: float = 0.0
     dispatch: float = 0.0
     """Seconds of ``forward`` and ``backward`` in which the device waits for the host."""
 
@@ -132,7 +135,13 @@ class BlockTimes:
 def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> float:
     """Seconds of any operator: compute, collective or copy."""
     alone = timed_of(op, cluster).seconds
-    return alone if op.axis else factors.seconds(op, alone, cluster.device)
+    if op.axis:
+        return alone
+    _, timed, known, took = op.timed
+    if known != factors:
+        took = factors.seconds(op, alone, cluster.device)
+        keep_time(op, (cluster, timed, factors, took))  # the breakdown needs it again
+    return float(took)
 
 
 def timed_of(op: Op, cluster: Cluster) -> Timed:
@@ -146,7 +155,9 @@ def timed_of(op: Op, cluster: Cluster) -> Timed:
         timed = collective_time(op, cluster)
     else:
         timed = op_time(op, cluster.device, op.calls)
-    keep_time(op, (cluster, timed))  # used by the step and its breakdown, and in a search by every plan that shares it
+    keep_time(
+        op, (cluster, timed, None, 0.0)
+    )  # used by the step and its breakdown, and in a search by every plan that shares it
     return timed
 
 
@@ -323,16 +334,18 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
               for i, stage in enumerate(g.cut(ranks * chunks))]  # fmt: skip
     forward, backward, weight = [], [], []
     exposed = communication = slowed = inline = waited = 0.0
+    for t in known.values():
+        t.late_forward, t.late_backward = _late(t.gather_forward, t.forward), _late(t.gather_backward, t.backward)
     for stage in stages:
-        f = sum(n * (t.forward + t.forward_inline + _late(t.gather_forward, t.forward)) for t, n in stage)
-        b = sum(n * (t.backward + t.backward_inline + _late(t.gather_backward, t.backward)) for t, n in stage)
+        f = sum(n * (t.forward + t.forward_inline + t.late_forward) for t, n in stage)
+        b = sum(n * (t.backward + t.backward_inline + t.late_backward) for t, n in stage)
         w = sum(n * t.weight for t, n in stage) if pipe.schedule == "zero_bubble" else 0.0
         forward.append(f)
         backward.append(b - w)
         weight.append(w)
         for t, n in stage:
             held = t.forward_inline + t.backward_inline
-            late = _late(t.gather_forward, t.forward) + _late(t.gather_backward, t.backward)
+            late = t.late_forward + t.late_backward
             inline += n * held
             exposed += n * (held + late)
             communication += n * (held + sum(x for _, x in (*t.gather_forward, *t.gather_backward)))
@@ -437,7 +450,7 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
         n, seconds, roof = count * times, alone.seconds, 0.0
         if not op.axis:
             here = training_factors(part, g.fused) if cluster.parts else factors
-            seconds, roof = here.seconds(op, seconds, part.device), roof_seconds(op, part.device)
+            seconds, roof = seconds_of(op, part, here), roof_seconds(op, part.device)
         old = sums.get(key)
         if old is None:
             sums[key] = [seconds * n, n, op.flops * n, op.bytes * n, op.link_bytes * n, roof * n]
