@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -35,11 +34,6 @@ class Call(BaseModel):
         if not name:
             raise UserError(f"{text!r} names no technique", "write NAME or NAME:option=value")
         return cls(name=name, options=options)
-
-    @cached_property
-    def key(self) -> str:
-        """The options as text, to look up what was made of them."""
-        return repr(self.options)
 
     def __str__(self) -> str:
         body = ",".join(f"{k}={_text(v)}" for k, v in self.options.items())

@@ -63,7 +63,7 @@ def _made(call: Call) -> _Made:
     if call.name not in known:
         raise unknown("technique", call.name, known, "plan")
     cls = known[call.name]
-    key = (cls, call.key)
+    key = (cls, repr(call.options))
     found = _cache.get(key)
     if found is None:
         if len(_cache) > _CACHE_SIZE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter
@@ -134,14 +134,15 @@ class BlockTimes:
 
 def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> float:
     """Seconds of any operator: compute, collective or copy."""
-    alone = timed_of(op, cluster).seconds
+    timed = timed_of(op, cluster)
     if op.axis:
-        return alone
-    _, timed, known, took = op.timed
+        return timed.seconds
+    took: float
+    _, _, known, took = op.timed
     if known != factors:
-        took = factors.seconds(op, alone, cluster.device)
+        took = factors.seconds(op, timed.seconds, cluster.device)
         keep_time(op, (cluster, timed, factors, took))  # the breakdown needs it again
-    return float(took)
+    return took
 
 
 def timed_of(op: Op, cluster: Cluster) -> Timed:
@@ -415,23 +416,23 @@ def _label(b: Block, i: int) -> str:
     return f"{b.name}.{i}" if b.repeat > 1 else b.name
 
 
-def _placed(g: Graph, cluster: Cluster) -> Iterator[tuple[Op, float, Cluster]]:
+def _placed(g: Graph, cluster: Cluster) -> list[tuple[Op, float, Cluster]]:
     """Every operator of a step, how often it runs on the mean rank, and where."""
     if not cluster.parts:
-        yield from ((op, n, cluster) for op, n in step_ops(g))
-        return
+        return [(op, n, cluster) for op, n in step_ops(g)]
     assert g.pipeline is not None
     ranks = g.pipeline.degree
     places = cluster.places(ranks)
     stages = g.cut(ranks * g.pipeline.chunks)
     between = cluster.between
+    out: list[tuple[Op, float, Cluster]] = []
     for part in _apart(places):
         blocks = [b for i, stage in enumerate(stages) if places[i % ranks] is part for b in stage]
         alone = replace(g, blocks=blocks, update=[], after_update=[], pipeline=replace(g.pipeline, send=None))
-        yield from ((op, n, _where(op, part, between)) for op, n in step_ops(alone))
+        out += [(op, n, _where(op, part, between)) for op, n in step_ops(alone)]
         share = sum(p is part for p in places) / ranks
-        yield from ((op, share, part) for op in (*g.update, *g.after_update))
-    yield from ((op, n, between) for op, n in step_ops(replace(g, blocks=[], update=[], after_update=[])))
+        out += [(op, share, part) for op in (*g.update, *g.after_update)]
+    return out + [(op, n, between) for op, n in step_ops(replace(g, blocks=[], update=[], after_update=[]))]
 
 
 _ROWS = TypeAdapter(list[Row])
