@@ -122,7 +122,7 @@ def test_a_ring_over_nodes_runs_at_its_slowest_link():
     ideal = CollectiveConstants()
 
     def route(c, ranks, stride=1):
-        p = path(ideal, c, ranks, stride)
+        p = path(ideal, c.device, c.nodes, c.devices_per_node, ranks, stride)
         return p.local, p.nodes, p.bandwidth
 
     assert route(inside, 4) == (4, 1, 100 * GIGA)
@@ -130,7 +130,7 @@ def test_a_ring_over_nodes_runs_at_its_slowest_link():
     assert route(across, 8) == (4, 2, 4 * 5 * GIGA)  # one card per device
     assert route(across, 2, stride=4) == (1, 2, 5 * GIGA)  # the same place in each node
     assert route(across, 4, stride=2) == (2, 2, 2 * 5 * GIGA)
-    assert path(ideal, across, 8).across == 1e-5
+    assert path(ideal, across.device, across.nodes, across.devices_per_node, 8).across == 1e-5
     assert route(cluster(4, 2), 8)[2] < 100 * GIGA  # no network given: an ordinary one
 
 

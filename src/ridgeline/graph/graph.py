@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 Direction = str  # "forward" | "backward" | "update"
 BIASED = "biased"
@@ -122,7 +122,8 @@ _OpDraft = make_dataclass(
 def _op(cls: type[Op], *args: Any, **values: Any) -> Op:
     new: Any = _OpDraft(*args, **values)
     new.__class__ = cls  # of the same slots
-    return cast(Op, new)
+    made: Op = new
+    return made
 
 
 Op.__new__, Op.__init__ = _op, object.__init__  # type: ignore[method-assign, assignment]
@@ -137,7 +138,8 @@ def changed(op: Op, **values: Any) -> Op:
     for name, value in values.items():
         setattr(new, name, value)
     new.__class__ = Op  # of the same slots
-    return cast(Op, new)
+    copied: Op = new
+    return copied
 
 
 @dataclass(slots=True, frozen=True)
@@ -438,13 +440,16 @@ class Graph:
         counts = self.pipeline.layers if self.pipeline else ()
         ends = list(accumulate(counts or even(len(order), parts)))
         made: dict[tuple[int, int], Block] = {}  # stages with as many layers share a block
+        alike: dict[tuple[int, ...], list[Block]] = {}
         for start, end in zip([0, *ends], ends, strict=False):
-            part = order[start:end]
-            counts_of = [(i, part.count(i)) for i in dict.fromkeys(part)]
-            for key in counts_of:
-                if key not in made:
-                    made[key] = layers[key[0]].repeated(key[1])
-            found.append([made[key] for key in counts_of])
+            part = tuple(order[start:end])
+            if part not in alike:
+                counts_of = [(i, part.count(i)) for i in dict.fromkeys(part)]
+                for key in counts_of:
+                    if key not in made:
+                        made[key] = layers[key[0]].repeated(key[1])
+                alike[part] = [made[key] for key in counts_of]
+            found.append([*alike[part]])
         others = [b for b in self.blocks if not b.is_layer]
         found[0] = [b for b in others if not b.is_head] + found[0]
         found[-1] += [b for b in others if b.is_head]

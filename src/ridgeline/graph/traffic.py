@@ -27,8 +27,9 @@ def buckets(sizes: list[tuple[int, float]], limit: float) -> list[list[int]]:
     return out
 
 
-def step_ops(g: Graph) -> Iterator[tuple[Op, float]]:
+def step_ops(g: Graph) -> list[tuple[Op, float]]:
     """Every operator of one step with the number of times it runs on a rank (with a pipeline: on the mean rank)."""
+    out: list[tuple[Op, float]] = []
     for b in g.blocks:
         n = b.repeat * g.accumulation * g.passes / g.stages
         once = b.repeat * g.passes / g.stages
@@ -38,13 +39,12 @@ def step_ops(g: Graph) -> Iterator[tuple[Op, float]]:
         for group, times in ((b.gather_forward, gathers), (b.forward, n), (b.store, n), (b.gather_backward, gathers),
                              (b.backward, n), (b.reduce, n if g.reduce_every_micro_batch else once),
                              (b.after_update, b.repeat / g.stages)):  # fmt: skip
-            for op in group:
-                yield op, times
-    for op in (*g.update, *g.after_update):
-        yield op, 1
+            out += [(op, times) for op in group]
+    out += [(op, 1) for op in (*g.update, *g.after_update)]
     pipe = g.pipeline
     if pipe and pipe.send:
-        yield pipe.send, 2 * g.accumulation * (pipe.degree * pipe.chunks - 1) / pipe.degree
+        out.append((pipe.send, 2 * g.accumulation * (pipe.degree * pipe.chunks - 1) / pipe.degree))
+    return out
 
 
 def traffic(g: Graph) -> dict[tuple[str, int], tuple[float, float]]:

@@ -21,7 +21,7 @@ from ridgeline.predict.machine import Machine
 from ridgeline.predict.operators.attention_time import decode, decode_kernel, is_decode, prefill
 from ridgeline.predict.operators.collective_time import algorithm_time, path
 from ridgeline.predict.operators.gemm import quantize_time, tiled
-from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
+from ridgeline.spec.device import DTYPE_BYTES, Device
 from ridgeline.spec.efficiency import Efficiency, PrefillConstants
 
 C = TypeVar("C", bound=BaseModel)
@@ -157,8 +157,8 @@ def _decode(m: Machine, c: Any, s: TimedSample) -> float:
 
 def _collective(m: Machine, c: Any, s: TimedSample) -> float:
     op = s.ops[-1]
-    cluster = Cluster.model_construct(device=m.device, devices_per_node=op.ranks, nodes=1)
-    return algorithm_time(m, c, op.kind, op.ranks, op.link_bytes, path(c, cluster, op.ranks), op.dtype)
+    route = path(c, m.device, 1, op.ranks, op.ranks)
+    return algorithm_time(m, c, op.kind, op.ranks, op.link_bytes, route, op.dtype)
 
 
 _PREDICT: dict[str, Callable[[Machine, Any, TimedSample], float]] = {

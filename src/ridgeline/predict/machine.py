@@ -15,6 +15,7 @@ class Machine:
     """Datasheet figures of one device (SI units) and its :class:`Efficiency`."""
 
     __slots__ = (
+        "_peak_of",
         "bandwidth",
         "clock",
         "device",
@@ -33,6 +34,7 @@ class Machine:
         self.device = device
         self.efficiency = efficiency or device.efficiency or catalog.efficiency(device)
         self.peaks = device.peak_flops
+        self._peak_of: dict[str, float] = {}
         self.bandwidth = device.memory_bandwidth
         self.units = max(1, device.sm_count)
         self.l2 = device.l2_bytes * self.efficiency.l2_share
@@ -48,10 +50,11 @@ class Machine:
 
     def peak(self, dtype: str) -> float:
         """Dense peak FLOP/s of ``dtype``; without dedicated units it runs at the rate of the next wider dtype."""
-        for name in _WIDER.get(dtype, (dtype, "fp32")):
-            if name in self.peaks:
-                return self.peaks[name]
-        return max(self.peaks.values())
+        found = self._peak_of.get(dtype)
+        if found is None:
+            wider = (self.peaks[name] for name in _WIDER.get(dtype, (dtype, "fp32")) if name in self.peaks)
+            found = self._peak_of[dtype] = next(wider, max(self.peaks.values()))
+        return found
 
     def resident(self, size: float) -> float:
         """Fraction of ``size`` bytes, used repeatedly, that the last-level cache still holds."""

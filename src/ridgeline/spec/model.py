@@ -34,12 +34,12 @@ _POSITIVE = ("embedding_multiplier", "attention_multiplier", "residual_multiplie
              "dense_intermediate_size", "router_scale", "query_temperature", "query_temperature_every",
              "expert_capacity")  # fmt: skip
 """Numbers that are None or positive."""
-_LATER = (*_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
-          "projection_size",
-          "joint_qk_norm", "rope_interleaved", "dense_layers", "shared_intermediate_size", "router_scores",
-          "router_score_bias", "router_groups", "router_groups_chosen", "router_on_input", "chunked_window",
-          "nope_layers", "qk_norm_weight", "relative_distance", "start_token", "moe_first",
-          "embedding_multiplier_rounded")  # fmt: skip
+_LATER = frozenset((
+    *_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
+    "projection_size", "joint_qk_norm", "rope_interleaved", "dense_layers", "shared_intermediate_size", "router_scores",
+    "router_score_bias", "router_groups", "router_groups_chosen", "router_on_input", "chunked_window", "nope_layers",
+    "qk_norm_weight", "relative_distance", "start_token", "moe_first", "embedding_multiplier_rounded",
+))  # fmt: skip
 """Fields that a dump leaves out at their defaults, so that the ids of experiments stored before them still hold."""
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -23,7 +23,17 @@ from ridgeline.techniques.technique import PHASES, Ask, Technique
 
 T = TypeVar("T", bound=Technique)
 
-_cache: dict[tuple[type[Technique], str], Technique] = {}
+
+class _Made(NamedTuple):
+    """A technique object and what follows from its options alone."""
+
+    technique: Technique
+    parts: frozenset[Part]
+    call: Call
+    """Its call with every option filled in."""
+
+
+_cache: dict[tuple[type[Technique], str], _Made] = {}
 """Technique objects by class and options: they are immutable, and one prediction requests each several times."""
 _CACHE_SIZE = 4096
 
@@ -45,16 +55,23 @@ def registry() -> dict[str, type[Technique]]:
 
 def make(call: Call) -> Technique:
     """Create the technique object of one call. Raises :class:`UserError` for an unknown name, option or value."""
+    return _made(call).technique
+
+
+def _made(call: Call) -> _Made:
     known = registry()
     if call.name not in known:
         raise unknown("technique", call.name, known, "plan")
     cls = known[call.name]
     key = (cls, repr(call.options))
-    if key not in _cache:
+    found = _cache.get(key)
+    if found is None:
         if len(_cache) > _CACHE_SIZE:
             _cache.clear()
-        _cache[key] = _valid(cls, call)
-    return _cache[key]
+        t = _valid(cls, call)
+        whole = Call(name=call.name, options=t.model_dump(mode="json", exclude_none=True))
+        found = _cache[key] = _Made(t, t.parts, whole)
+    return found
 
 
 def _valid(cls: type[Technique], call: Call) -> Technique:
@@ -83,7 +100,11 @@ def techniques_of(plan: Plan) -> list[Technique]:
 
 def in_order(techniques: list[Technique]) -> list[Technique]:
     """Techniques in the canonical order in which they apply."""
-    return sorted(techniques, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+    return sorted(techniques, key=_place)
+
+
+def _place(t: Technique) -> tuple[int, int, str]:
+    return PHASES.index(t.phase), t.order, t.card.name
 
 
 def brief(plan: Plan) -> list[str]:
@@ -99,12 +120,12 @@ def _brief_options(t: Technique) -> dict[str, Any]:
 
 def having(e: Experiment, part: Part) -> list[Technique]:
     """The techniques of the plan that own or change ``part``."""
-    return [t for t in map(make, e.plan.calls) if part in t.parts]
+    return [made.technique for made in map(_made, e.plan.calls) if part in made.parts]
 
 
 def has(e: Experiment, part: Part) -> bool:
     """Whether a technique of the plan owns or changes ``part``."""
-    return any(part in make(call).parts for call in e.plan.calls)
+    return any(part in _made(call).parts for call in e.plan.calls)
 
 
 def copies_every(plan: Plan) -> int:
@@ -171,13 +192,13 @@ def normalize(e: Experiment) -> Experiment:
     Several ranks in training with no technique that splits the batch default to plain data parallelism, PyTorch's
     convention.
     """
-    techniques = techniques_of(e.plan)
-    axes = mesh_axes(e.task, techniques)
+    made = sorted(map(_made, e.plan.calls), key=lambda m: _place(m.technique))
+    axes = mesh_axes(e.task, [m.technique for m in made])
     split = e.model_copy(update={"parallel": axes})
-    if e.is_training and split.gradient_ranks > 1 and not any("batch_split" in t.parts for t in techniques):
-        techniques = in_order([*techniques, *(make(Call(name=name)) for name in default_plan(e.task))])
-    calls = tuple(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True)) for t in techniques)
-    return e.model_copy(update={"plan": Plan(calls=calls), "parallel": axes})
+    if e.is_training and split.gradient_ranks > 1 and not any("batch_split" in m.parts for m in made):
+        made += [_made(Call(name=name)) for name in default_plan(e.task)]
+        made.sort(key=lambda m: _place(m.technique))
+    return e.model_copy(update={"plan": Plan(calls=tuple(m.call for m in made)), "parallel": axes})
 
 
 def resolve(e: Experiment, ask: Ask | None = None) -> tuple[Experiment, list[Technique]]:
@@ -191,7 +212,7 @@ def resolve(e: Experiment, ask: Ask | None = None) -> tuple[Experiment, list[Tec
     e = normalize(e)
     for t in techniques_of(e.plan):
         chosen = t.settled(e, ask or _unsettled)
-        if chosen != t:
+        if chosen is not t:
             e = chosen.placed(e)
     return e, check(e)
 
@@ -222,8 +243,9 @@ def check_techniques(e: Experiment, techniques: list[Technique]) -> None:
             raise Incompatible(
                 f"{t.card.name} does not apply to task {e.task!r}", f"it works in: {tasks}; remove it from the plan"
             )
-    _check_needs(e, techniques)
-    check_apart(techniques)
+    having = _by_part(techniques)
+    _check_needs(e, techniques, having)
+    _check_apart(techniques, having)
     for t in techniques:
         t.check(e)
 
@@ -236,9 +258,8 @@ def _by_part(techniques: list[Technique]) -> dict[Part, list[Technique]]:
     return found
 
 
-def _check_needs(e: Experiment, techniques: list[Technique]) -> None:
+def _check_needs(e: Experiment, techniques: list[Technique], having: dict[Part, list[Technique]]) -> None:
     """Check that the plan provides what each technique needs in training."""
-    having = _by_part(techniques)
     for t in techniques if e.is_training else ():
         for part, why in t.card.needs.items():
             if all(other is t for other in having.get(part, ())):
@@ -249,13 +270,16 @@ def _check_needs(e: Experiment, techniques: list[Technique]) -> None:
 def check_apart(techniques: list[Technique]) -> None:
     """Raise :class:`Incompatible` where a technique owns, or is incompatible with, what another one owns or changes: no
     additional technique can resolve that."""
-    having = _by_part(techniques)
+    _check_apart(techniques, _by_part(techniques))
+
+
+def _check_apart(techniques: list[Technique], having: dict[Part, list[Technique]]) -> None:
     for t in techniques:
-        name = t.card.name
-        reasons = {**t.card.conflicts, **{part: f"{{other}} also decides {PARTS[part]}" for part in sorted(t.owns())}}
-        for part, why in reasons.items():
+        name, conflicts, owned = t.card.name, t.card.conflicts, t.owns()
+        for part in (*conflicts, *sorted(owned.difference(conflicts))):
             for other in having.get(part, ()):
                 if other is not t:
+                    why = f"{{other}} also decides {PARTS[part]}" if part in owned else conflicts[part]
                     raise Incompatible(f"{name}: {why.format(other=other.card.name)}",
                                        f"keep one of {name} and {other.card.name}")  # fmt: skip
 

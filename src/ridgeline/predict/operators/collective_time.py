@@ -12,6 +12,7 @@ byte through host memory.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from math import ceil, log2
 from typing import NamedTuple
 
@@ -73,12 +74,18 @@ def collective_time(op: Op, cluster: Cluster) -> Timed:
     if measured is not None and measured.byte_rate:
         return Timed(measured.latency + op.link_bytes / measured.byte_rate, "link", measured.source, 0.05)
     m = machine(device)
+    spaced = cluster.nodes, cluster.devices_per_node, n, op.stride
+    return Timed(_modeled(m, kind, op.link_bytes, op.dtype, spaced, op.rails), "link", m.source, m.spread("collective"))
+
+
+@lru_cache(maxsize=65536)
+def _modeled(m: Machine, kind: str, size: float, dtype: str, spaced: tuple[int, int, int, int], rails: int) -> float:
+    """Seconds of the many collectives of a step that are alike; ``spaced``: the arguments of :func:`path`."""
     c = m.efficiency.collective
-    route = path(c, cluster, n, op.stride)
-    if op.rails and route.nodes > 1:
-        route = route._replace(outside=route.outside * min(1.0, op.rails / route.local))
-    seconds = algorithm_time(m, c, kind, n, op.link_bytes, route, op.dtype)
-    return Timed(seconds, "link", m.source, m.spread("collective"))
+    route = path(c, m.device, *spaced)
+    if rails and route.nodes > 1:
+        route = route._replace(outside=route.outside * min(1.0, rails / route.local))
+    return algorithm_time(m, c, kind, spaced[2], size, route, dtype)
 
 
 def _wide_area(op: Op, rtt: float, rate: float) -> float:
@@ -88,19 +95,18 @@ def _wide_area(op: Op, rtt: float, rate: float) -> float:
     return (rtt if op.kind == "ask" else rtt / 2) + op.link_bytes / rate
 
 
-def path(c: CollectiveConstants, cluster: Cluster, ranks: int, stride: int = 1) -> Path:
-    """The route of a group of ``ranks`` devices spaced ``stride`` apart."""
-    per_node = cluster.devices_per_node
-    local = min(ranks, max(1, per_node // stride)) if cluster.nodes > 1 else ranks
+def path(c: CollectiveConstants, device: Device, nodes: int, per_node: int, ranks: int, stride: int = 1) -> Path:
+    """The route of a group of ``ranks`` devices spaced ``stride`` apart, in a cluster of ``nodes``."""
+    local = min(ranks, max(1, per_node // stride)) if nodes > 1 else ranks
     nodes = ceil(ranks / local)
-    inside, latency = _inside(cluster.device, min(per_node, local * stride))
+    inside, latency = _inside(device, min(per_node, local * stride))
     inside *= c.bandwidth_share
     hop = max(0.0, latency - _USUAL_LINK_LATENCY)
-    link = cluster.device.link
+    link = device.link
     ll128 = link is not None and link.p2p and link.bandwidth >= _NVLINK
     if nodes == 1:
         return Path(local, 1, inside, math.inf, hop, 0.0, ll128)
-    network = cluster.device.network
+    network = device.network
     each, far = (network.bandwidth, network.latency) if network else (12.5e9 / per_node, 10e-6)
     return Path(local, nodes, inside, each * local * c.network_share, hop, far + c.network_hop, ll128)
 

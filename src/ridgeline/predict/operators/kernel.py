@@ -44,6 +44,8 @@ def peak_flops(device: Device, dtype: str) -> float:
 def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | None:
     """The measured rate of a kind of operator, most specific key first; None if it was not measured."""
     rates = device.rates
+    if not rates:
+        return None
     kind = "cast" if kind == "accumulate" else kind  # as many passes over memory per byte
     return rates.get(f"{kind}.{direction}.{dtype}") or rates.get(f"{kind}.{dtype}")
 
@@ -157,4 +159,5 @@ def _bounded(latency: float, compute: float, memory: float, source: str, spread:
 
 def roof_seconds(op: Op, device: Device) -> float:
     """The least time allowed by the device's peak and bandwidth."""
-    return max(op.flops / peak_flops(device, op.dtype), op.bytes / device.memory_bandwidth)
+    m = machine(device)
+    return max(op.flops / m.peak(op.dtype), op.bytes / m.bandwidth)

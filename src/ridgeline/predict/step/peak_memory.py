@@ -7,7 +7,7 @@ working copies of weights (gathered, cast) live from first use to their block's 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from ridgeline.graph.graph import Block, Graph, Op, alternate
@@ -122,7 +122,7 @@ def training_peak(g: Graph, ranks: Collection[int] = ()) -> Peak:
         own: dict[int, Block] = {}  # chunks of one kind together
         for b in (b for stage in stages[rank :: pipe.degree] for b in stage):
             earlier = own.get(id(b.params))
-            own[id(b.params)] = replace(b, repeat=b.repeat + earlier.repeat) if earlier else b
+            own[id(b.params)] = b.repeated(b.repeat + earlier.repeat) if earlier else b
         held = in_flight(pipe.schedule, rank, pipe.degree, g.accumulation, pipe.chunks)
         # In the first backward pass, with all micro-batches in flight, there are no gradients yet.
         mine = list(own.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter
@@ -125,14 +125,24 @@ class BlockTimes:
     gather_backward: list[tuple[str, float]] = field(default_factory=list)
     reduce: list[tuple[str, float]] = field(default_factory=list)
     store: list[tuple[str, float]] = field(default_factory=list)
+    late_forward: float = 0.0
+    """In a pipeline: what of the transfers before ``forward`` does not overlap with compute."""
+    late_backward: float = 0.0
     dispatch: float = 0.0
     """Seconds of ``forward`` and ``backward`` in which the device waits for the host."""
 
 
 def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> float:
     """Seconds of any operator: compute, collective or copy."""
-    alone = timed_of(op, cluster).seconds
-    return alone if op.axis else factors.seconds(op, alone, cluster.device)
+    timed = timed_of(op, cluster)
+    if op.axis:
+        return timed.seconds
+    took: float
+    _, _, known, took = op.timed
+    if known != factors:
+        took = factors.seconds(op, timed.seconds, cluster.device)
+        keep_time(op, (cluster, timed, factors, took))  # the breakdown needs it again
+    return took
 
 
 def timed_of(op: Op, cluster: Cluster) -> Timed:
@@ -146,7 +156,9 @@ def timed_of(op: Op, cluster: Cluster) -> Timed:
         timed = collective_time(op, cluster)
     else:
         timed = op_time(op, cluster.device, op.calls)
-    keep_time(op, (cluster, timed))  # used by the step and its breakdown, and in a search by every plan that shares it
+    keep_time(
+        op, (cluster, timed, None, 0.0)
+    )  # used by the step and its breakdown, and in a search by every plan that shares it
     return timed
 
 
@@ -323,16 +335,18 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
               for i, stage in enumerate(g.cut(ranks * chunks))]  # fmt: skip
     forward, backward, weight = [], [], []
     exposed = communication = slowed = inline = waited = 0.0
+    for t in known.values():
+        t.late_forward, t.late_backward = _late(t.gather_forward, t.forward), _late(t.gather_backward, t.backward)
     for stage in stages:
-        f = sum(n * (t.forward + t.forward_inline + _late(t.gather_forward, t.forward)) for t, n in stage)
-        b = sum(n * (t.backward + t.backward_inline + _late(t.gather_backward, t.backward)) for t, n in stage)
+        f = sum(n * (t.forward + t.forward_inline + t.late_forward) for t, n in stage)
+        b = sum(n * (t.backward + t.backward_inline + t.late_backward) for t, n in stage)
         w = sum(n * t.weight for t, n in stage) if pipe.schedule == "zero_bubble" else 0.0
         forward.append(f)
         backward.append(b - w)
         weight.append(w)
         for t, n in stage:
             held = t.forward_inline + t.backward_inline
-            late = _late(t.gather_forward, t.forward) + _late(t.gather_backward, t.backward)
+            late = t.late_forward + t.late_backward
             inline += n * held
             exposed += n * (held + late)
             communication += n * (held + sum(x for _, x in (*t.gather_forward, *t.gather_backward)))
@@ -402,23 +416,23 @@ def _label(b: Block, i: int) -> str:
     return f"{b.name}.{i}" if b.repeat > 1 else b.name
 
 
-def _placed(g: Graph, cluster: Cluster) -> Iterator[tuple[Op, float, Cluster]]:
+def _placed(g: Graph, cluster: Cluster) -> list[tuple[Op, float, Cluster]]:
     """Every operator of a step, how often it runs on the mean rank, and where."""
     if not cluster.parts:
-        yield from ((op, n, cluster) for op, n in step_ops(g))
-        return
+        return [(op, n, cluster) for op, n in step_ops(g)]
     assert g.pipeline is not None
     ranks = g.pipeline.degree
     places = cluster.places(ranks)
     stages = g.cut(ranks * g.pipeline.chunks)
     between = cluster.between
+    out: list[tuple[Op, float, Cluster]] = []
     for part in _apart(places):
         blocks = [b for i, stage in enumerate(stages) if places[i % ranks] is part for b in stage]
         alone = replace(g, blocks=blocks, update=[], after_update=[], pipeline=replace(g.pipeline, send=None))
-        yield from ((op, n, _where(op, part, between)) for op, n in step_ops(alone))
+        out += [(op, n, _where(op, part, between)) for op, n in step_ops(alone)]
         share = sum(p is part for p in places) / ranks
-        yield from ((op, share, part) for op in (*g.update, *g.after_update))
-    yield from ((op, n, between) for op, n in step_ops(replace(g, blocks=[], update=[], after_update=[])))
+        out += [(op, share, part) for op in (*g.update, *g.after_update)]
+    return out + [(op, n, between) for op, n in step_ops(replace(g, blocks=[], update=[], after_update=[]))]
 
 
 _ROWS = TypeAdapter(list[Row])
@@ -437,7 +451,7 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
         n, seconds, roof = count * times, alone.seconds, 0.0
         if not op.axis:
             here = training_factors(part, g.fused) if cluster.parts else factors
-            seconds, roof = here.seconds(op, seconds, part.device), roof_seconds(op, part.device)
+            seconds, roof = seconds_of(op, part, here), roof_seconds(op, part.device)
         old = sums.get(key)
         if old is None:
             sums[key] = [seconds * n, n, op.flops * n, op.bytes * n, op.link_bytes * n, roof * n]

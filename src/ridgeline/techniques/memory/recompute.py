@@ -139,8 +139,10 @@ class Recompute(Technique):
         """Add forward operators to the backward phase; saved activations shrink to the block's input."""
         model = e.model
         first = model.encoder_layers
-        order = sorted(range(first), key=model.layer_kind)  # the graph lists a stack's layers by kind
-        order += [first + i for i in sorted(range(model.num_layers), key=model.layer_kind)]
+        order: list[int] = []
+        for start, count in ((0, first), (first, model.num_layers)):  # the graph lists a stack's layers by kind
+            of = model.layer_kinds(count)
+            order += [start + i for i in sorted(range(count), key=of.__getitem__)]
 
         eager = not has(e, "compiled_pieces")
 
