@@ -169,7 +169,7 @@ def test_kernels_of_decode_steps_start_early(hopper):
 
 
 def test_no_kernel_starts_early_before_hopper(tmp_path):
-    rows = compiled(tmp_path, "--quick", "--only", "row 28672", "--capabilities", "80", "90")
+    rows = compiled(tmp_path, "--quick", "--only", "row 28672x4096 bf16", "--capabilities", "80", "90")
     assert [(r["capability"], r["early"], r["waits"]) for r in rows] == [(80, False, 0), (90, True, 1)]
 
 

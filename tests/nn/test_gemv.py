@@ -10,6 +10,8 @@ from torch import nn
 from ridgeline.nn.kernels import functions, gemv, gpu, products
 from ridgeline.nn.model import fused
 from ridgeline.nn.model.init import build
+from ridgeline.nn.quant.quantized import replace_linears
+from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear
 
 
 @pytest.fixture
@@ -140,6 +142,29 @@ def test_every_dense_product_of_a_served_model(base, found):
     assert sum(n * k for n, k in found) == sum(m.weight.numel() for m in plain.modules() if isinstance(m, nn.Linear))
     assert (300, 32) in found
     assert float((got.double() - want.double()).norm() / want.double().norm()) < 0.02  # a few roundings of 2^-9
+
+
+def test_float8_products_of_a_served_model(found):
+    """Merged: queries, keys and values, and gates with what they gate, of one row by the kernel, of two not. Logits are
+    those of layers one by one, with the same codes."""
+    plain, served = (build(spec("llama-mini"), DEVICE, torch.bfloat16, 0) for _ in range(2))
+    for made in (plain, served):
+        made.requires_grad_(False)
+        replace_linears(made, StoredFp8Linear)
+    fused.join_served(served)
+    ids = torch.tensor([[7, 9]], device=DEVICE)
+    with torch.inference_mode():
+        both = [made(ids) for made in (plain, served)]
+        assert not found
+        plain_row = plain(ids[:, :1])
+        alone = found.copy()
+        found.clear()
+        row = served(ids[:, :1])
+    layers = len(plain.layers)
+    assert (len(alone), len(found)) == (7 * layers, 4 * layers)
+    assert sum(n * k for n, k in alone) == sum(n * k for n, k in found)
+    for want, got in (both, (plain_row, row)):
+        assert float((got.double() - want.double()).norm() / want.double().norm()) < 0.02  # a few roundings of 2^-9
 
 
 def test_gradients_are_pytorchs(found):

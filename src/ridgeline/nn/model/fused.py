@@ -230,6 +230,11 @@ def fuse_served(model: Transformer) -> None:
         return
     fuse_elementwise(model)
     choose_served_products(model)
+    join_served(model)
+
+
+def join_served(model: Transformer) -> None:
+    """Merge the projections of a served model that read one input."""
     for module in model.modules():
         if isinstance(module, Attention):
             parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
