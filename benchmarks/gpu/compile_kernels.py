@@ -187,6 +187,16 @@ def products() -> Iterator[Case]:
         label = f"row {out}x{width} {NAMES[dtype]}{' + bias' if biased else ''}"
         yield Case(label, row, (out, width) in ((28672, 4096), (1152, 904)))
     yield Case("row 16384x2048 bf16 gated", lambda: gemv.product_of_row(e(1, 2048), e(16384, 2048), gated=True), True)
+    for out, width, gated, biased in (
+        (28672, 4096, True, False), (6144, 4096, False, False), (4096, 14336, False, False), (1152, 912, False, True),
+    ):  # fmt: skip
+
+        def coded(out=out, width=width, gated=gated, biased=biased):
+            bias = e(out) if biased else None
+            gemv.product_of_row(e(1, width), e(out, width, dtype=E4M3), bias, gated, e(out, 1, dtype=F32))
+
+        label = f"row {out}x{width} fp8{' + bias' if biased else ''}{' gated' if gated else ''}"
+        yield Case(label, coded, (out, width) in ((28672, 4096), (1152, 912)))
     for bits, rows, (out, width), dtype, zero, group in (
         *((4, m, (4096, 4096), BF16, False, 128) for m in (1, 4, 16, 64, 512, 4096)),
         (4, 1, (4096, 14336), F16, True, 128), (4, 64, (14336, 4096), F16, True, 128),

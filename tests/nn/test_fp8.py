@@ -278,6 +278,47 @@ def test_stored_weights_take_a_byte():
     assert 1e-4 < float(error) < 0.04
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("units", [False, True])
+def test_stored_layers_are_one_product(biased, units, monkeypatch):
+    """That of each by itself, also with float8 units: within the rounding of inputs, whatever other rows are."""
+    if units:  # multiplied by definition: 40 numbers of a row are none that ``torch._scaled_mm`` takes
+        monkeypatch.setattr(fp8, "has_float8", lambda device: True)
+    torch.manual_seed(0)
+    given = [torch.nn.Linear(40, n, bias=biased) for n in (48, 16, 16)]
+    for layer, size in zip(given, (1.0, 30.0, 0.01), strict=True):
+        layer.weight.data.mul_(size)
+    parts = [fp8.StoredFp8Linear(layer) for layer in given]
+    assert parts[0].joined(parts) is None
+    x = torch.randn(5, 40) * torch.tensor([1e-3, 1.0, 1e4, 0.0, 30.0])[:, None]
+    with torch.no_grad():
+        alone = torch.cat([p(x) for p in parts], -1)
+        assert fused._served_together(parts)
+        assert torch.equal(torch.cat([p(x) for p in parts], -1), alone)
+        whole = parts[0].joined(parts)
+        got = whole(x)
+        assert got.shape == (5, 80)
+        torch.testing.assert_close(got, alone, rtol=1e-5, atol=0)
+        torch.testing.assert_close(whole(x[:2]), got[:2], rtol=1e-5, atol=0)  # without the row of 1e4
+    w = torch.cat([p.codes.view(codec.E4M3).double() / p.scale.double() for p in parts])
+    bias = torch.cat([p.bias for p in parts]).double() if biased else 0.0
+    exact = x.double() @ w.T + bias
+    rounded = 0.0
+    if units:  # 2^-4 of a number, of subnormals half of 2^-9, where a row's largest is between 224 and 448
+        peaks = x.abs().amax(1, True).double()
+        rounded = torch.maximum(x.double().abs() * 2.0**-4, peaks / 224 * 2.0**-10) @ w.abs().T
+    assert ((got.double() - exact).abs() <= rounded + 2.0**-20 * (x.double().abs() @ w.abs().T + 1)).all()
+
+
+def test_what_differs_is_not_joined():
+    layers = [fp8.StoredFp8Linear(torch.nn.Linear(32, 16, bias=bias)) for bias in (True, False)]
+    assert not fused._served_together(layers)
+    hooked = [fp8.StoredFp8Linear(torch.nn.Linear(32, 16, bias=False)) for _ in range(2)]
+    assert fused._served_together(hooked)
+    hooked[1].register_forward_hook(lambda *_: None)
+    assert not fused._served_together(hooked)
+
+
 @pytest.mark.parametrize("fields", [{}, {"moe_bias": True}, {"gated": False, "activation": "relu"}])
 def test_stored_experts_are_within_the_rounding_of_e4m3(fields):
     made = model("mixtral-tiny", dtype=torch.float32, **fields)

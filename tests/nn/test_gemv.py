@@ -10,6 +10,8 @@ from torch import nn
 from ridgeline.nn.kernels import functions, gemv, gpu, products
 from ridgeline.nn.model import fused
 from ridgeline.nn.model.init import build
+from ridgeline.nn.quant.quantized import replace_linears
+from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear
 
 
 @pytest.fixture
@@ -17,9 +19,9 @@ def found(monkeypatch):
     """Shapes of the weights that the kernel multiplied, of layers on any device."""
     shapes, plain = [], gemv.product_of_row
 
-    def count(x, weight, bias=None, gated=False):
+    def count(x, weight, *more, **named):
         shapes.append(tuple(weight.shape))
-        return plain(x, weight, bias, gated)
+        return plain(x, weight, *more, **named)
 
     monkeypatch.setattr(products, "_for_triton", lambda *_: True)
     monkeypatch.setattr(gemv, "product_of_row", count)
@@ -43,6 +45,37 @@ def test_sums_are_fp32(dtype, n, k, biased):
     added = F.linear(x.double().abs(), w.double().abs(), bias.double().abs())
     assert ((got.double() - want).abs() <= torch.finfo(dtype).eps * want.abs() + 2.0**-20 * added).all()
     assert torch.equal(got, gemv.product_of_row(x, w, bias if biased else None))
+
+
+def coded(n, k):
+    """Codes of a weight, all that are numbers among them, and a scale for each row."""
+    g = torch.Generator().manual_seed(k)
+    codes = torch.randint(0, 256, (n, k), generator=g, dtype=torch.uint8)
+    codes.view(-1)[:254] = torch.tensor([c for c in range(256) if c & 127 != 127], dtype=torch.uint8)[: n * k]
+    codes[(codes & 127) == 127] = 0  # NaN, which no weight is
+    scales = torch.rand(n, 1, generator=g) / 256 + 2.0**-12
+    return codes.view(torch.float8_e4m3fn).to(DEVICE), scales.to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(16, 1024), (13, 1552), (16, 16), (41, 528)])
+@pytest.mark.parametrize("native", [False, True])
+def test_float8_codes_are_widened_exactly(dtype, n, k, native, monkeypatch):
+    """By an instruction that devices have for them, and without: nothing is rounded but the result."""
+    if DEVICE == "cpu":  # a GPU's own way is the only one that it has
+        monkeypatch.setattr(gemv, "capability", lambda: 90 if native else 80)
+    x, _, bias = operands(n, k, dtype)
+    codes, scales = coded(n, k)
+    got = gemv.product_of_row(x, codes, bias, scales=scales)
+    assert (got.shape, got.dtype) == ((1, 1, n), dtype)
+    w = codes.double() * scales.double()
+    want = F.linear(x.double(), w, bias.double())
+    added = F.linear(x.double().abs(), w.abs(), bias.double().abs())
+    assert ((got.double() - want).abs() <= torch.finfo(dtype).eps * want.abs() + 2.0**-20 * added).all()
+    if n % 2 == 0:
+        y = torch.empty(1, n // 2, dtype=dtype, device=DEVICE)
+        gpu.rl_activation(False, got.view(1, n), 0, None, 0, y, 1, n // 2, 0)
+        assert torch.equal(gemv.product_of_row(x, codes, bias, True, scales)[0], y)
 
 
 @pytest.mark.parametrize("f", [16, 7])
@@ -78,6 +111,20 @@ def test_what_it_does_not_suit(found):
     assert found == [(16, 64)] * 3
 
 
+def test_which_float8_codes_it_does_not_suit(found):
+    x, _, bias = operands(16, 64)
+    codes, scales = coded(16, 64)
+    others = [
+        (x.expand(1, 2, 64), codes, scales, bias), (x.float(), codes, scales, bias.float()),
+        (x, codes, scales, bias.float()), (x, codes, scales[:1], bias), (x[..., :8], codes[:, :8], scales, bias),
+        (x[..., :40], codes[:, :40].contiguous(), scales, bias), (x.clone().requires_grad_(), codes, scales, bias),
+    ]  # fmt: skip
+    assert [products.product_of_codes(*given) for given in others] == [None] * len(others)
+    assert not found
+    assert products.product_of_codes(x[0], codes, scales, bias).shape == (1, 16)
+    assert products.product_of_codes(x, codes, scales, bias, gated=True).shape == (1, 1, 8)
+
+
 @pytest.mark.parametrize("base", ["llama-mini", "gpt2-tiny"])
 def test_every_dense_product_of_a_served_model(base, found):
     """Merged, tied and with biases: of one row and not of two, nor of models that are not served."""
@@ -95,6 +142,29 @@ def test_every_dense_product_of_a_served_model(base, found):
     assert sum(n * k for n, k in found) == sum(m.weight.numel() for m in plain.modules() if isinstance(m, nn.Linear))
     assert (300, 32) in found
     assert float((got.double() - want.double()).norm() / want.double().norm()) < 0.02  # a few roundings of 2^-9
+
+
+def test_float8_products_of_a_served_model(found):
+    """Merged: queries, keys and values, and gates with what they gate, of one row by the kernel, of two not. Logits are
+    those of layers one by one, with the same codes."""
+    plain, served = (build(spec("llama-mini"), DEVICE, torch.bfloat16, 0) for _ in range(2))
+    for made in (plain, served):
+        made.requires_grad_(False)
+        replace_linears(made, StoredFp8Linear)
+    fused.join_served(served)
+    ids = torch.tensor([[7, 9]], device=DEVICE)
+    with torch.inference_mode():
+        both = [made(ids) for made in (plain, served)]
+        assert not found
+        plain_row = plain(ids[:, :1])
+        alone = found.copy()
+        found.clear()
+        row = served(ids[:, :1])
+    layers = len(plain.layers)
+    assert (len(alone), len(found)) == (7 * layers, 4 * layers)
+    assert sum(n * k for n, k in alone) == sum(n * k for n, k in found)
+    for want, got in (both, (plain_row, row)):
+        assert float((got.double() - want.double()).norm() / want.double().norm()) < 0.02  # a few roundings of 2^-9
 
 
 def test_gradients_are_pytorchs(found):

@@ -40,6 +40,20 @@ def test_8_bit_inputs_are_written_by_the_norm():
     assert [n for n in quantized if n.endswith(".quantize")] == ["attention.o_proj.quantize", "mlp.down_proj.quantize"]
 
 
+def test_our_own_8_bit_inputs_are_a_cast_for_each_product_of_several_rows():
+    """As steps of a served model launch them (``tests/gpu/test_traced.py``)."""
+    own = surface(plan=["fp8"], engine="ridgeline")
+
+    def casts(batch):
+        return [o for b in own.graph(batch, 1, 512).blocks for o in b.forward if o.name.endswith(".quantize")]
+
+    assert [(o.name, o.kind) for o in casts(4)] == [
+        (f"{name}_proj.quantize", "cast") for name in ("attention.q", "attention.o", "mlp.gate", "mlp.down")
+    ]  # fmt: skip
+    assert casts(4)[0].bytes == 4 * own.e.model.hidden_size * (2 + 2 + 1)
+    assert casts(1) == []
+
+
 @pytest.mark.parametrize("plan", [[], ["fp8"], ["mxfp4:layers=all"]])
 def test_weights_take_their_bytes(plan):
     s = surface(plan=plan)

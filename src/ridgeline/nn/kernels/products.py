@@ -8,7 +8,8 @@ In 16 bits on CPUs whose units for them are no faster than those for fp32, or th
 multiplies bf16 at half the rate of fp32. Many rows are multiplied in fp32 there, a part of the weight after the other:
 the same products, sums in fp32 and one rounding, as oneDNN has them. Few rows wait for the weight's bytes either way.
 
-Of one row in 16 bits on GPUs, in served models, by :mod:`~ridgeline.nn.kernels.gemv`.
+Of one row in 16 bits on GPUs, in served models, also with weights in float8 codes, by
+:mod:`~ridgeline.nn.kernels.gemv`.
 
 And what a product of merged projections is: :class:`Product`.
 """
@@ -206,20 +207,35 @@ def served_gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Non
     return product_of_row(x, weight, bias, gated=True)
 
 
-def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def product_of_codes(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, gated: bool = False
+) -> Tensor | None:
+    """One row, x [..., k] in 16 bits, times e4m3 ``codes`` [n, k] that ``scales`` (fp32 [n, 1]) are to be multiplied
+    by, plus ``bias`` [n] → [..., n], in one launch; or SwiGLU of that (``gated``) → [..., n / 2]. Inputs are not
+    rounded. None: not of this many rows, or not on a GPU."""
+    if torch.compiler.is_compiling() or not _is_row(x, codes, bias, scales):
+        return None
+    from ridgeline.nn.kernels.gemv import product_of_row
+
+    return product_of_row(x, codes, bias, gated, scales)
+
+
+def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> bool:
     """Whether the kernel for one row computes it. Looks at shapes alone, not at data."""
     if x.shape[-1] != x.numel():  # first, as most are not
         return False
     given = (x, weight) if bias is None else (x, weight, bias)
-    if weight.dtype not in (torch.bfloat16, torch.float16) or weight.requires_grad or not _for_triton(*given):
+    kind = x.dtype if scales is None else torch.float8_e4m3fn
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.requires_grad or not _for_triton(*given):
         return False
     n, k = weight.shape
     return (
         x.shape[-1] == k > 0
-        and k % 8 == 0  # gemv.ALIGNED, of a module that needs Triton
+        and k * weight.itemsize % 16 == 0  # gemv.ALIGNED, of a module that needs Triton
         and n > 0
         and (bias is None or bias.shape == (n,))
-        and all(t.dtype == weight.dtype and t.is_contiguous() for t in given)
+        and (scales is None or (scales.shape == (n, 1) and scales.is_contiguous()))
+        and all(t.dtype == (kind if t is weight else x.dtype) and t.is_contiguous() for t in given)
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
         and not torch.is_autocast_enabled("cuda")
     )
@@ -295,20 +311,22 @@ class OwnProduct(nn.Linear):
     product: Product
 
 
-class ReadsOnce(nn.Module):
-    """A linear layer that makes something of its input first (codes), which layers that read the same can share."""
+class Joined(nn.Module):
+    """A linear layer of a served model that holds its weight in its own way, and can be one with others of its class
+    that read the same input: those whose tensors lie together."""
 
-    def read(self, x: Tensor) -> Any:
-        """What is made of ``x`` [..., k]."""
+    def rows(self) -> list[Tensor]:
+        """Its tensors whose rows are outputs."""
         raise NotImplementedError
 
-    def multiply(self, x: Tensor, read: Any) -> Tensor:
-        """[..., n], from ``x`` and what was made of it."""
+    def joined(self, parts: Sequence[nn.Module]) -> Joined | None:
+        """The layer of all outputs of ``parts``, of which it is the first; None: they do not lie together, or differ
+        in what they compute."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., k] → [..., n]."""
-        return self.multiply(x, self.read(x))
+    def gated(self, x: Tensor) -> Tensor:
+        """SwiGLU of its outputs, gates before what is gated: [..., k] → [..., n / 2]."""
+        raise NotImplementedError
 
 
 class _Plain:

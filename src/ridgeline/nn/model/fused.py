@@ -22,7 +22,7 @@ from ridgeline.nn.kernels.peaks import Wish, shared
 from ridgeline.nn.kernels.products import ServedLinear, choose_served_products, is_linear, linear, served_linear
 from ridgeline.nn.model.attention import Attention, Mask, by_heads, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
-from ridgeline.nn.model.mlp import MLP, expand, gated
+from ridgeline.nn.model.mlp import MLP, expand
 from ridgeline.nn.model.norm import RMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.model.transformer import LMHead, MLMHead, Transformer, TransformerBlock, add_then_norm
@@ -178,10 +178,10 @@ def lay_together(parts: list[nn.Module]) -> bool:
     return _product_of(parts) is not None and _adjoin([p.weight for p in parts])  # type: ignore[misc]
 
 
-def _adjoin(tensors: list[Tensor]) -> bool:
-    """Make parameters views of one storage, if they are alike. Those that are stored elsewhere between uses have no
-    memory of their own, and are given none: they arrive together."""
-    if len({(t.dtype, t.requires_grad, type(t)) for t in tensors}) > 1 or type(tensors[0]) is not nn.Parameter:
+def _adjoin(tensors: list[Tensor], kind: type[Tensor] = nn.Parameter) -> bool:
+    """Make tensors of this class views of one storage, if they are alike. Those that are stored elsewhere between uses
+    have no memory of their own, and are given none: they arrive together."""
+    if len({(t.dtype, t.requires_grad, type(t)) for t in tensors}) > 1 or type(tensors[0]) is not kind:
         return False
     if any(t.untyped_storage().nbytes() < t.nbytes for t in tensors):
         return True
@@ -209,9 +209,18 @@ def _lay_codes_together(parts: list[nn.Module]) -> bool:
     return True
 
 
+def _lay_rows_together(parts: list[nn.Module]) -> bool:
+    """The same for layers that hold their weights in their own way."""
+    if not _joinable(parts):
+        return False
+    for held in zip(*(p.rows() for p in parts), strict=True):  # type: ignore[operator]
+        _adjoin(list(held), nn.Parameter if type(held[0]) is nn.Parameter else Tensor)
+    return parts[0].joined(parts) is not None  # type: ignore[operator]
+
+
 def _served_together(parts: list[nn.Module]) -> bool:
-    """Whether projections of one input are one product, or read it once, from now on."""
-    return _read_once(parts) or _lay_codes_together(parts) or lay_together(parts)
+    """Whether projections of one input are one product from now on."""
+    return _lay_rows_together(parts) or _lay_codes_together(parts) or lay_together(parts)
 
 
 def fuse_served(model: Transformer) -> None:
@@ -221,10 +230,15 @@ def fuse_served(model: Transformer) -> None:
         return
     fuse_elementwise(model)
     choose_served_products(model)
+    join_served(model)
+
+
+def join_served(model: Transformer) -> None:
+    """Merge the projections of a served model that read one input."""
     for module in model.modules():
         if isinstance(module, Attention):
             parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
-            normed = module.q_norm is not None and not (_read_once(parts) or _same_codes(parts))
+            normed = module.q_norm is not None and not (_joinable(parts) or _same_codes(parts))
             merged = not normed and _served_together(parts)
             module.project = partial(project_merged, known=_Known(parts)) if merged else module.project
         elif isinstance(module, MLP) and module.gate_proj is not None and module.activation == "silu":
@@ -266,15 +280,10 @@ def _same_codes(parts: list[nn.Module]) -> list[Stripes] | None:
     return codes if len(kinds) == len(biased) == 1 else None
 
 
-def _read_once(parts: list[nn.Module]) -> bool:
-    """Whether layers can share what they make of their input."""
-    alike = isinstance(parts[0], products.ReadsOnce) and {type(p) for p in parts} == {type(parts[0])}
+def _joinable(parts: list[nn.Module]) -> bool:
+    """Whether layers that hold their weights in their own way do so in the same one, without hooks."""
+    alike = isinstance(parts[0], products.Joined) and {type(p) for p in parts} == {type(parts[0])}
     return alike and not any(map(_hooked, parts))
-
-
-def _products_of_one(x: Tensor, parts: list[nn.Module]) -> list[Tensor]:
-    read = parts[0].read(x)  # type: ignore[operator]
-    return [p.multiply(x, read) for p in parts]  # type: ignore[operator]
 
 
 def _scales(codes: list[Stripes]) -> list[list[Tensor]]:
@@ -292,7 +301,7 @@ class _Known:
         self._parts: list[tuple[nn.Module, type]] = []
         self._held: list[tuple[dict[str, Any], str, Any]] = []
         self._tensors: list[tuple[Tensor, int, int]] = []
-        whole = None if _read_once(parts) else _whole_codes(parts) or _whole_weights(parts)
+        whole = _whole_layer(parts) or _whole_codes(parts) or _whole_weights(parts)
         if whole is not None:
             self._keep(parts, whole)
 
@@ -321,6 +330,18 @@ class _Known:
             return
         if all(at for _, at, _ in self._tensors):
             self.whole = whole
+
+
+def _whole_layer(parts: list[nn.Module]) -> products.Joined | None:
+    """Layers that hold their weights in their own way as one; None if they do not lie together."""
+    return parts[0].joined(parts) if _joinable(parts) else None  # type: ignore[operator]
+
+
+def _joined(parts: list[nn.Module], known: _Known | None) -> products.Joined | None:
+    """The same, as it is known or found anew, of a model that is not trained."""
+    if not isinstance(parts[0], products.Joined) or torch.is_grad_enabled():
+        return None
+    return known.whole if known is not None and known.holds(parts) else _whole_layer(parts)
 
 
 def _whole_codes(parts: list[nn.Module]) -> tuple[Stripes, Tensor | None] | None:
@@ -389,10 +410,9 @@ def project_merged(
     """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is rotated in place. ``known``: of
     this layer, of a served model."""
     parts: list[nn.Module] = [attention.q_proj, attention.k_proj, attention.v_proj]
-    if _read_once(parts):
-        q, k, v = _products_of_one(x, parts)
-        return by_heads(attention, q, k, v, rope)
-    if (product := _product_of_codes(x, parts, known)) is not None:
+    joined = _joined(parts, known)
+    product = _product_of_codes(x, parts, known) if joined is None else joined(x)
+    if product is not None:
         sizes: list[int] = [p.out_features for p in parts]  # type: ignore[misc]
         q, k, v = product.split(sizes, -1)
         return by_heads(attention, q, k, v, rope)
@@ -413,9 +433,8 @@ def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None, known:
     :func:`project_merged`."""
     assert mlp.gate_proj is not None
     parts: list[nn.Module] = [mlp.gate_proj, mlp.up_proj]
-    if _read_once(parts):
-        gate, up = _products_of_one(x, parts)
-        return gated(mlp.activation, gate, up)
+    if (joined := _joined(parts, known)) is not None:
+        return joined.gated(x)
     if (both := _product_of_codes(x, parts, known)) is not None:
         return functions.bias_activation(both, None, "silu")
     found = _merged(x, parts, known)

@@ -75,6 +75,9 @@ class EngineCosts:
     """Library of its attention kernels: flash, trtllm, or packed: one call per sequence on views of the pool (CPU)."""
     fused: bool = True
     """Whether it merges products of the same input, and norms with adjacent operators."""
+    casts: bool = False
+    """Whether a kernel of its own rounds the inputs of each 8-bit product, row by row, and products of one row read
+    them in 16 bits; otherwise norms write 8 bits."""
     worker_s: float = 0.0
     """Additional seconds between iterations for every worker process, of several, to which its inputs are sent."""
     admission_s: float = 0.0
@@ -213,7 +216,7 @@ ENGINES: dict[str, EngineCosts] = {
             dispatch_s=130e-6, iteration_s=70e-6, schedule_s=0.0, sequence_s=20e-6, layer_s=0.0,
             prefill_share=1.0, request_s=4e-3, admission_s=1e-3,
             max_num_seqs=256, max_num_batched_tokens=2048, chunked=False, overlap=True, expand_share=1.0,
-            one_shot=False,
+            one_shot=False, casts=True,
             source="one H100 (benchmarks/results/gpu_h100): uncaptured steps of Llama 3.2 1B and prompts of 3.1 8B give"
             " dispatch_s, captured decode steps iteration_s and a bound for sequence_s; what requests take, and that"
             " captured prompts cost the host the same, is assumed. `ridgeline probe` measures all of them on a CPU",
@@ -352,7 +355,7 @@ def fuse(g: Graph, engine: EngineCosts, model: ModelSpec) -> Graph:
 
     def each(b: Block) -> None:
         if engine.fused:
-            _fuse(b, model)
+            _fuse(b, model, engine.casts)
         if engine.wide:
             b.forward = _widened(b.forward)
         b.forward = [
@@ -388,7 +391,7 @@ def _fewer_bits(op: Op, bits: float) -> Op:
     return changed(op, weight_bytes=out * inner * bits / 8, bytes=op.bytes - out * inner * (2 - bits / 8))
 
 
-def _fuse(b: Block, model: ModelSpec) -> None:
+def _fuse(b: Block, model: ModelSpec, casts: bool) -> None:
     ops = {o.name: o for o in b.forward}
     keys = ops.get("attention.k_proj")
     for group in _MERGED:
@@ -397,8 +400,11 @@ def _fuse(b: Block, model: ModelSpec) -> None:
             for name in group[1:]:
                 del ops[name]
     for name in [n for n, o in ops.items() if o.kind == "quantize"]:
-        if name.removesuffix(".quantize") in _AFTER_NORM:
-            del ops[name]  # the norm before it writes 8 bits
+        product = name.removesuffix(".quantize")
+        if casts and ops[product].shape[-3] > 1:
+            ops[name] = changed(ops[name], kind="cast", bytes=ops[name].bytes * 5 / 3)  # read twice: for scales first
+        elif casts or product in _AFTER_NORM:
+            del ops[name]  # the norm before it writes 8 bits, or nothing does
         else:
             ops[name] = changed(ops[name], kind="cast")  # one pass: the scales are known or per token
     rotated = [ops.pop(name) for name in _ROTATED if name in ops]

@@ -30,6 +30,10 @@ class FP8(Technique):
     moves what is saved, or has several micro-batches in flight. ``gradients`` and ``states`` add the rest of FP8-LM
     (arXiv:2310.18313). On a device without fp8 units the products are emulated in training; at inference weights are
     stored in fp8 and multiplied in 16 bits.
+
+    At inference each row of inputs has a scale, a power of two, and a product's results are rounded to bf16. On a GPU
+    one row is not rounded to fp8: its kernel reads the codes of weights and multiplies inputs in 16 bits, so that a
+    sequence that is decoded alone has smaller errors than one in a batch.
     """
 
     card: ClassVar[Card] = Card(

@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels import peaks
-from ridgeline.nn.kernels.dispatch import has_float8
+from ridgeline.nn.kernels.adjacency import adjacent
+from ridgeline.nn.kernels.dispatch import has_float8, note_library
+from ridgeline.nn.kernels.functions import bias_activation
 from ridgeline.nn.kernels.peaks import GatedGradient, Wish
-from ridgeline.nn.kernels.products import OwnProduct, ReadsOnce, is_linear
+from ridgeline.nn.kernels.products import Joined, OwnProduct, is_linear, product_of_codes
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
-from ridgeline.nn.quant.codec import E4M3, Layouts, decode, encodes_gated, layouts, quantize
+from ridgeline.nn.quant.codec import E4M3, Layouts, encodes_gated, layouts, quantize
+from ridgeline.nn.quant.codes import bare
 from ridgeline.nn.quant.packed_model import BIASES, PackedExperts
 
 _latest: tuple[weakref.ref[Tensor], int, bool, Layouts] | None = None
@@ -185,10 +188,17 @@ def use_fp8(model: nn.Module, how: Float8Product = Float8Product()) -> list[str]
     return names
 
 
-class StoredFp8Linear(ReadsOnce):
-    """A frozen linear layer stored as e4m3 codes (a byte per weight) with one scale, for inference."""
+class StoredFp8Linear(Joined):
+    """A frozen linear layer stored as e4m3 codes (a byte per weight) with one scale, for inference.
+
+    One row on a GPU is multiplied as it is, in 16 bits, by weights that are widened in registers. Of more rows, where
+    the device multiplies float8, inputs are rounded to e4m3 with a power of two for each row, found and written
+    by one kernel, so that no row's result depends on another's; results are rounded to bf16, as ``torch._scaled_mm``
+    has scales for rows. Elsewhere weights are widened and inputs not rounded.
+    """
 
     inverse: Tensor
+    """What codes are multiplied by, fp32 [out, 1]: of each row, so that layers can be joined."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -196,23 +206,47 @@ class StoredFp8Linear(ReadsOnce):
         codes, scale = quantize(linear.weight.detach(), E4M3)
         self.codes = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
-        self.register_buffer("inverse", scale.reciprocal(), persistent=False)
+        self.register_buffer("inverse", scale.reciprocal().repeat(self.out_features, 1), persistent=False)
         self.bias = linear.bias
 
-    def read(self, x: Tensor) -> Layouts | None:
-        """Its codes. Without fp8 units the weight is dequantized, and the input is not quantized."""
-        return _coded(x) if has_float8(x.device) else None
+    def rows(self) -> list[Tensor]:
+        """Codes and what they are multiplied by."""
+        return [self.codes, self.inverse]
 
-    def multiply(self, x: Tensor, read: Layouts | None) -> Tensor:
+    def joined(self, parts: Sequence[nn.Module]) -> StoredFp8Linear | None:
+        """Weights keep the scales of their parts."""
+        alike = cast(Sequence[StoredFp8Linear], parts)
+        codes, inverse = (adjacent(list(held)) for held in zip(*(p.rows() for p in alike), strict=True))
+        biases: list[Tensor] = [p.bias for p in alike if p.bias is not None]
+        if codes is None or inverse is None or len(biases) not in (0, len(alike)):
+            return None
+        whole = bare(self)
+        whole._buffers = {}
+        bias = torch.cat(biases) if biases else None
+        vars(whole).update(codes=codes, inverse=inverse, out_features=len(codes), bias=bias)
+        return whole
+
+    def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
-        dtype = compute_dtype(x)
-        codes = self.codes.view(E4M3)
-        if read is not None:
+        if (y := self._of_row(x)) is not None:
+            return y
+        dtype, codes = compute_dtype(x), self.codes.view(E4M3)
+        if has_float8(x.device):
+            read = _coded(x, rowwise=True)
+            note_library()
             y = product(read.rows, read.inverse_scale, codes, self.inverse, dtype, fast=True)
             y = y.view(*x.shape[:-1], self.out_features)
         else:
-            y = nn.functional.linear(x.to(dtype), decode(codes, self.scale, dtype))
+            y = nn.functional.linear(x.to(dtype), codes.float().mul_(self.inverse).to(dtype))
         return y if self.bias is None else y + self.bias.to(dtype)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """SwiGLU of gates, the first half of the outputs, and the others: [..., in] → [..., out / 2]."""
+        y = self._of_row(x, gated=True)
+        return bias_activation(self(x), None, "silu") if y is None else y
+
+    def _of_row(self, x: Tensor, gated: bool = False) -> Tensor | None:
+        return product_of_codes(x, self.codes.view(E4M3), self.inverse, self.bias, gated)
 
 
 def store_experts(model: nn.Module) -> None:
