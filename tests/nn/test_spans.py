@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ridgeline.nn import build
 from ridgeline.nn.model import attention, spans, transformer
-from ridgeline.nn.model.attention import make_mask
+from ridgeline.nn.model.attention import ScoreChanges, make_mask
 from ridgeline.nn.model.flash_blocks import Sequences
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.nn.model.spans import make_spans, span_attention
@@ -144,6 +144,16 @@ def test_no_tensor_is_as_large_as_scores(calls, family, documents):
         most[backend] = largest.found
     assert most["flash"] < length**2 <= most["naive"]
     assert calls["ours"] == 2
+
+
+@pytest.mark.parametrize("made_for", [1, 2, 4])
+def test_ranks_may_divide_a_layer_by_rows(made_for):
+    """And then compute others than those that enter the model, for which spans were made."""
+    rows, length = 2, 40
+    q, k, v = (torch.randn(rows, 2, length, 16, device=DEVICE) for _ in range(3))
+    cap = ScoreChanges(5.0, None, None)
+    given, fitting = (make_spans(n, length, None, True, 24, torch.device(DEVICE)) for n in (made_for, rows))
+    assert torch.equal(span_attention(q, k, v, given, cap), span_attention(q, k, v, fitting, cap))
 
 
 def test_a_compiler_leaves_the_kernel_as_it_is():

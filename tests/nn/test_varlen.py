@@ -128,12 +128,22 @@ def test_what_the_kernel_lacks_keeps_its_mask(kernel):
 
 
 def test_where_documents_end():
-    ends, longest = Sequences.of_documents(DOCUMENTS)
+    ends, longest, _ = Sequences.of_documents(DOCUMENTS)
     assert ends.tolist() == [0, 3, 10, 12, 24, 25, 26, 36]
     assert longest == 12
-    ends, longest = Sequences.of_documents(torch.tensor([[5, 5], [5, 5]]))  # a row's end is a document's
+    ends, longest, _ = Sequences.of_documents(torch.tensor([[5, 5], [5, 5]]))  # a row's end is a document's
     assert (ends.tolist(), longest) == ([0, 2, 4], 2)
     assert Sequences.of_rows(3, 4, torch.device("cpu")).ends.tolist() == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize("made_for", [1, 2, 4])
+def test_ranks_may_divide_a_layer_by_rows(made_for):
+    """And then compute others than those that enter the model, for which sequences were made."""
+    q, k, v = torch.randn(3, 2, 2, LENGTH, 16).unbind()
+    rows, fitting = (Sequences.of_rows(n, LENGTH, torch.device("cpu")) for n in (made_for, 2))
+    mask = attention.Mask(None, True)
+    assert torch.equal(attention.flash_attention(q, k, v, mask._replace(sequences=rows)),
+                       attention.flash_attention(q, k, v, mask._replace(sequences=fitting)))  # fmt: skip
 
 
 def test_dtypes_and_heads_of_the_kernel():

@@ -277,8 +277,8 @@ _TILES = {
          256: (Tiles(64, 32, 8, 2), Tiles(64, 16, 8, 2), Tiles(64, 16, 8, 2))},
 }  # fmt: skip
 """Of the forward pass, of queries' gradients and of keys', by shared memory in KB and by widths of heads up to which
-they are for. No more than what compiles without spilled registers, with soft caps too. From Hopper on, with 227 KB,
-programs hold 128 rows, as its tensor cores multiply 64 rows for four warps."""
+they are for. No more than what compiles for 8.0, 9.0 and 10.0 without spilled registers, with soft caps too. From
+Hopper on, with 227 KB, programs hold 128 rows, as its tensor cores multiply 64 rows for four warps."""
 
 
 def tiles(width: int) -> tuple[Tiles, Tiles, Tiles]:

@@ -4,7 +4,7 @@ sequence reads each weight once and does little else.
 Each program multiplies a few of the weight's rows, which it streams a block of inputs at a time; all inputs of a row
 are its own, so that one launch leaves the result (cuBLAS splits them and adds the parts in a second one), and the order
 of the sums is always the same. Sums are fp32. Codes (e4m3) are widened in registers, which is exact, and inputs stay in
-16 bits, so that nothing is rounded but the result; they are multiplied by what their row has of the scale at the end.
+16 bits, so that nothing is rounded but the result; sums are multiplied by the row's scale at the end.
 Sizes of a program were chosen on an H100, at the shapes of a model of 8B
 (``benchmarks/gpu/campaign/kernels.py`` times two of them), those for codes by what the compiler makes of them. Imported
 only where Triton is installed.

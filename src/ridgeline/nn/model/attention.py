@@ -280,7 +280,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 def _within(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences) -> Tensor:
     """Attention within each of the ``sequences``, which takes work as the squares of their lengths and not of the
-    row's."""
+    row's. Ranks may divide a layer by rows, of which there are then others than where the ``sequences`` were made."""
+    if sequences.rows not in (0, q.shape[0]):
+        sequences = Sequences.of_rows(q.shape[0], q.shape[2], q.device)
     return (_each if q.device.type == "cpu" else _packed)(q, k, v, mask, sequences)
 
 

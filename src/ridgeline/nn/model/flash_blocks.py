@@ -22,6 +22,8 @@ class Sequences(NamedTuple):
     """[N + 1] int32: 0, and where each of the N runs ends."""
     longest: int
     """Tokens of the longest run, which the host must know."""
+    rows: int = 0
+    """How many whole rows they are; 0: documents."""
 
     @classmethod
     def of_documents(cls, documents: Tensor) -> Sequences:
@@ -36,7 +38,7 @@ class Sequences(NamedTuple):
     @classmethod
     def of_rows(cls, batch: int, length: int, device: torch.device) -> Sequences:
         """Whole rows."""
-        return cls(torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device), length)
+        return cls(torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device), length, batch)
 
 
 def has_varlen(device: torch.device) -> bool:
@@ -72,7 +74,7 @@ def block_forward(
     [B, 1, S, T] only on CPUs; ``sequences`` and the newest tokens that a token sees, ``window`` (0: all), only where
     :func:`has_varlen` says so."""
     if sequences is not None:
-        ends, longest = sequences
+        ends, longest, _ = sequences
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             _flat(q), _flat(k), _flat(v), ends, ends, longest, longest, 0.0, causal and not window, False,
             **_sides(causal, window),
@@ -106,7 +108,7 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """This block's share of the gradients of q, k and v, from the *whole* output and log-sum-exp of its queries."""
     if sequences is not None:
-        ends, longest = sequences
+        ends, longest, _ = sequences
         state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of the dropout that there is not
         found = torch.ops.aten._flash_attention_backward(
             _flat(grad), _flat(q), _flat(k), _flat(v), _flat(out), lse.transpose(0, 1).flatten(1), ends, ends,

@@ -121,6 +121,9 @@ def span_attention(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, changes: Scor
     """Fused attention of ``q`` [B, H, S, D] to the keys within the ``spans`` of :func:`make_spans`: [B, H, S, D]. Only
     where :func:`by_spans` says so. A compiler leaves the kernel out of what it compiles."""
     batch, _, length, _ = q.shape
+    if spans.shape[1] != batch * length:  # of a layer that ranks divide by rows, none of which have documents then
+        begin = torch.arange(0, batch * length, length, dtype=torch.int32, device=q.device)
+        spans = spans[:, :length].repeat(1, batch) + begin.repeat_interleave(length)
     cap, slopes, sinks = (None, None, None) if changes is None else changes
     flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]  # which they are in memory
     steep = None if slopes is None else _of_two(slopes, q.device)

@@ -156,9 +156,8 @@ def timed_of(op: Op, cluster: Cluster) -> Timed:
         timed = collective_time(op, cluster)
     else:
         timed = op_time(op, cluster.device, op.calls)
-    keep_time(
-        op, (cluster, timed, None, 0.0)
-    )  # used by the step and its breakdown, and in a search by every plan that shares it
+    # Used by the step and its breakdown, and in a search by every plan that shares it.
+    keep_time(op, (cluster, timed, None, 0.0))
     return timed
 
 

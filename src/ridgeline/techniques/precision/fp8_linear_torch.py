@@ -193,8 +193,8 @@ class StoredFp8Linear(Joined):
 
     One row on a GPU is multiplied as it is, in 16 bits, by weights that are widened in registers. Of more rows, where
     the device multiplies float8, inputs are rounded to e4m3 with a power of two for each row, found and written
-    by one kernel, so that no row's result depends on another's; results are rounded to bf16, as ``torch._scaled_mm``
-    has scales for rows. Elsewhere weights are widened and inputs not rounded.
+    by one kernel, so that no row's result depends on what others hold; results are rounded to bf16, as
+    ``torch._scaled_mm`` has scales for rows. Elsewhere weights are widened and inputs not rounded.
     """
 
     inverse: Tensor
