@@ -68,6 +68,13 @@ def test_the_least_memory_leaves_no_layer_on_the_device():
     assert best.metrics["peak_bytes"] < 6 * layer
 
 
+def test_the_end_is_said_though_one_worker_was_done_before_another_said_its_number(capfd):
+    with SearchBar("planning") as bar:
+        for done, of in [(0, 0), (40, 80), (80, 80), (81, 160), (160, 160)]:
+            bar.at(done, of)
+    assert [line.split()[1] for line in capfd.readouterr().err.splitlines()] == ["40", "80", "160"]
+
+
 def test_progress_counts_what_all_workers_have_done(capfd):
     e = experiments.make("llama2-7b", "8xa100-80g-sxm", SMALL, [])
     question, seen = Question(e.model, e.cluster, e.workload, "throughput", only=FEW), []
