@@ -24,9 +24,10 @@ from ridgeline.jobs.malloc import keep_freed_memory
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.kernels import functions, native
 from ridgeline.nn.model import fused
-from ridgeline.nn.model.attention import AttentionBackend, Mask, naive_attention
+from ridgeline.nn.model.attention import AttentionBackend, naive_attention
 from ridgeline.nn.model.init import build
 from ridgeline.nn.model.loss import token_loss
+from ridgeline.nn.model.mask import Mask
 from ridgeline.nn.model.mlp import gated
 from ridgeline.nn.model.norm import RMSNorm
 from ridgeline.spec.model import ModelSpec

@@ -14,7 +14,7 @@ from ridgeline.cli import engine_options
 from ridgeline.nn.kernels import attention_libraries as libraries
 from ridgeline.nn.kernels.backends import Backend, Case, Kernels
 from ridgeline.nn.memory.step_pages import make_pages
-from ridgeline.nn.model.attention import ScoreChanges
+from ridgeline.nn.model.mask import ScoreChanges
 from ridgeline.serve.runner import with_libraries
 from ridgeline.spec.errors import UserError
 

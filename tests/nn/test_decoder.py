@@ -10,9 +10,10 @@ from ridgeline.nn.kernels import native
 from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
 from ridgeline.nn.memory.decoder import Decoder, Pool, find_decoder
 from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece, PlainStore, Singles
-from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, naive_attention
+from ridgeline.nn.model.attention import alibi_slopes, naive_attention
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
+from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import PackedExperts

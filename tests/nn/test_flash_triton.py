@@ -5,7 +5,8 @@ import pytest
 import torch
 from tests.nn.interpreter import DEVICE
 
-from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, naive_attention
+from ridgeline.nn.model.attention import alibi_slopes, naive_attention
+from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.spans import make_spans, span_attention
 
 LENGTHS = [[40, 1, 99], [140]]

@@ -9,7 +9,8 @@ from tests.nn.conftest import randomize, spec_of
 
 from ridgeline.nn import token_loss
 from ridgeline.nn.model import attention, flash_blocks
-from ridgeline.nn.model.attention import Mask, flash_attention, naive_attention
+from ridgeline.nn.model.attention import flash_attention, naive_attention
+from ridgeline.nn.model.mask import Mask
 from ridgeline.nn.model.mlp import gated
 from ridgeline.nn.model.moe import Experts, MoE
 from ridgeline.nn.model.norm import RMSNorm

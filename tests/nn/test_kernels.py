@@ -140,7 +140,7 @@ def test_a_second_backward_of_a_retained_graph_is_the_same_and_a_third_is_refuse
 @needs_kernels
 def test_masked_softmax_of_rows_far_apart():
     q, k, v = (100 * torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(3))
-    from ridgeline.nn.model.attention import Mask
+    from ridgeline.nn.model.mask import Mask
 
     bias = torch.full((9, 9), torch.finfo(torch.float64).min / 2, dtype=torch.float64).triu(1)
     want = naive_attention(q, k[:, :2], v[:, :2], Mask(bias, False))

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from ridgeline.nn.memory import kv_pool as paged
 from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece
-from ridgeline.nn.model.attention import BACKENDS, Mask
+from ridgeline.nn.model.attention import BACKENDS
+from ridgeline.nn.model.mask import Mask
 
 EXTENTS = [(40, 30), (3, 5), (100, 9), (80, 12), (10, 2)]
 """(first slot, slots) of one sequence, in order."""

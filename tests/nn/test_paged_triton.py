@@ -13,7 +13,8 @@ from ridgeline.nn.kernels.paged_attention import paged_attention
 from ridgeline.nn.kernels.paged_store import store_tokens
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.model import fused
-from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, naive_attention
+from ridgeline.nn.model.attention import alibi_slopes, naive_attention
+from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.rotary import rotate
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.serve.block_manager import Blocks

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tests.world import world
 
-from ridgeline.nn.model.attention import Mask
+from ridgeline.nn.model.mask import Mask
 from ridgeline.techniques.parallel.ring_attention_torch import Ring, backend, block_forward, merge, parts, zigzag
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 48, 8

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ridgeline.nn import build
-from ridgeline.nn.model import attention, spans, transformer
-from ridgeline.nn.model.attention import ScoreChanges, make_mask
+from ridgeline.nn.model import attention, mask, spans, transformer
 from ridgeline.nn.model.flash_blocks import Sequences
 from ridgeline.nn.model.loss import token_loss
+from ridgeline.nn.model.mask import ScoreChanges, make_mask
 from ridgeline.nn.model.spans import make_spans, span_attention
 
 LENGTHS = [[3, 7, 2], [12], [1, 1, 10]]
@@ -46,7 +46,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(attention, "span_attention", counted)
     monkeypatch.setattr(attention, "_within", theirs)
-    for module in (attention, transformer):
+    for module in (mask, transformer):
         monkeypatch.setattr(module, "has_varlen", lambda device: True)
     monkeypatch.setattr(spans, "has_kernel", lambda device: True)
     for module in (spans, transformer):

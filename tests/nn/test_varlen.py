@@ -6,7 +6,7 @@ import torch
 from tests.nn.conftest import randomize, spec_of
 
 from ridgeline.nn import build
-from ridgeline.nn.model import attention, flash_blocks, transformer
+from ridgeline.nn.model import attention, flash_blocks, mask, transformer
 from ridgeline.nn.model.flash_blocks import Sequences, fits_varlen, varlen_attention
 from ridgeline.nn.model.loss import token_loss
 
@@ -73,7 +73,7 @@ def kernel(monkeypatch):
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", counted, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
-        for module in (attention, transformer):
+        for module in (mask, transformer):
             monkeypatch.setattr(module, "has_varlen", lambda device: True)
         monkeypatch.setattr(attention, "_each", attention._packed)
         monkeypatch.setattr(transformer, "fits_varlen", lambda dtype, width: True)
@@ -141,9 +141,9 @@ def test_ranks_may_divide_a_layer_by_rows(made_for):
     """And then compute others than those that enter the model, for which sequences were made."""
     q, k, v = torch.randn(3, 2, 2, LENGTH, 16).unbind()
     rows, fitting = (Sequences.of_rows(n, LENGTH, torch.device("cpu")) for n in (made_for, 2))
-    mask = attention.Mask(None, True)
-    assert torch.equal(attention.flash_attention(q, k, v, mask._replace(sequences=rows)),
-                       attention.flash_attention(q, k, v, mask._replace(sequences=fitting)))  # fmt: skip
+    causal = mask.Mask(None, True)
+    assert torch.equal(attention.flash_attention(q, k, v, causal._replace(sequences=rows)),
+                       attention.flash_attention(q, k, v, causal._replace(sequences=fitting)))  # fmt: skip
 
 
 def test_dtypes_and_heads_of_the_kernel():

@@ -3,8 +3,9 @@ import torch
 from tests.compressing import LLAMA
 from torch import nn
 
-from ridgeline.nn.model.attention import Mask, find_backend, make_mask, naive_attention
+from ridgeline.nn.model.attention import find_backend, naive_attention
 from ridgeline.nn.model.init import build
+from ridgeline.nn.model.mask import Mask, make_mask
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.pruning.zero_skipping_torch import SkippingLinear, Tally, skipping_attention
 

@@ -17,8 +17,9 @@ from ridgeline.nn.memory.cache_tiers import CacheDisk
 from ridgeline.nn.memory.hidden_tiers import HiddenStates
 from ridgeline.nn.memory.layer_stream import LayerStream
 from ridgeline.nn.memory.meter import Meter
-from ridgeline.nn.model.attention import BACKENDS, LayerCache, Mask
+from ridgeline.nn.model.attention import BACKENDS, LayerCache
 from ridgeline.nn.model.generate import decode, make_cache, prefill
+from ridgeline.nn.model.mask import Mask
 from ridgeline.predict import predict
 from ridgeline.predict.common import rewritten
 from ridgeline.spec.device import Cluster, Host, Link

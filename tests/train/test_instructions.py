@@ -20,9 +20,9 @@ from ridgeline.data.packing import InstructionBatches, load_instructions, pack
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model import attention
-from ridgeline.nn.model.attention import make_mask
 from ridgeline.nn.model.flash_blocks import Sequences
 from ridgeline.nn.model.init import build
+from ridgeline.nn.model.mask import make_mask
 from ridgeline.predict import predict
 from ridgeline.runtime.train_build import LossModel
 from ridgeline.spec.device import Cluster

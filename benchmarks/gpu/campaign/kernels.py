@@ -20,7 +20,8 @@ from ridgeline.measure.probing.gpu_operators import ROTATE_BYTES, timed
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.products import served_linear
 from ridgeline.nn.memory.step_pages import make_pages
-from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, flash_attention, naive_attention
+from ridgeline.nn.model.attention import alibi_slopes, flash_attention, naive_attention
+from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.spans import make_spans, span_attention
 from ridgeline.nn.quant.codec import E4M3, encode, layouts, peak_of, scale_for
 from ridgeline.nn.quant.packed import Packed

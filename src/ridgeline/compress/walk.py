@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ridgeline.compress.calibration import Hidden
 from ridgeline.jobs.job import Progress
-from ridgeline.nn.model.attention import make_mask
+from ridgeline.nn.model.mask import make_mask
 from ridgeline.nn.model.mlp import ACTIVATIONS, MLP, gated
 from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.transformer import Transformer, TransformerBlock

@@ -30,7 +30,8 @@ from ridgeline.nn.memory.kv_pool import (
 )
 from ridgeline.nn.memory.pass_memory import Forward
 from ridgeline.nn.memory.step_pages import Pages, Work, launches, upload
-from ridgeline.nn.model.attention import LayerCache, Mask, ScoreChanges, temperature
+from ridgeline.nn.model.attention import LayerCache
+from ridgeline.nn.model.mask import Mask, ScoreChanges, temperature
 from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.model.transformer import Transformer, TransformerBlock
 from ridgeline.serve.block_manager import Copy, runs

@@ -15,7 +15,8 @@ from ridgeline.measure.environment import cores
 from ridgeline.measure.probing.probe import NARROW_STEPS, STEP_DEPTHS, deep, narrow, serving_experiment
 from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece, singles
 from ridgeline.nn.memory.step_pages import make_pages
-from ridgeline.nn.model.attention import BACKENDS, Mask
+from ridgeline.nn.model.attention import BACKENDS
+from ridgeline.nn.model.mask import Mask
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.serve.build_engine import make_engine
 from ridgeline.serve.request import EngineRequest, Sampling

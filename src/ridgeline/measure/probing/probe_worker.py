@@ -28,8 +28,9 @@ from ridgeline.measure.probing.probe_serving import serving_costs
 from ridgeline.measure.probing.probe_timer import CACHE_BYTES, Timer, Work, affine, rate, steady
 from ridgeline.measure.probing.references import reference_decode, reference_step
 from ridgeline.nn.kernels.products import choose_products, linear, widened
-from ridgeline.nn.model.attention import BACKENDS, Mask
+from ridgeline.nn.model.attention import BACKENDS
 from ridgeline.nn.model.loss import token_loss
+from ridgeline.nn.model.mask import Mask
 from ridgeline.nn.model.mlp import gated
 from ridgeline.nn.model.norm import RMSNorm
 from ridgeline.nn.model.rotary import rotate

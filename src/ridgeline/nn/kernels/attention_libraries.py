@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ridgeline.nn.kernels.backends import LOW, Backend, Case
 from ridgeline.nn.memory.step_pages import Pages, upload
-from ridgeline.nn.model.attention import ScoreChanges
+from ridgeline.nn.model.mask import ScoreChanges
 from ridgeline.nn.quant.quantized_kv import Codes
 
 PageAttention = Callable[[Tensor, Tensor, Tensor, Pages, int], Tensor]

@@ -26,7 +26,7 @@ from ridgeline.nn.kernels.paged_rows import changed, rows_and_keys
 from ridgeline.nn.kernels.quick import Quick, blocks, power, quick
 from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.memory.step_pages import Pages
-from ridgeline.nn.model.attention import ScoreChanges
+from ridgeline.nn.model.mask import ScoreChanges
 from ridgeline.nn.quant.quantized_kv import ByteCodes, Codes, NibbleCodes
 
 TILE = 64

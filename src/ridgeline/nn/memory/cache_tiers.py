@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ridgeline.nn.memory.layer_stream import OpenFile, aligned
 from ridgeline.nn.memory.tiered_store import PAGE, check_folder, mark_host, scratch_file
-from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask
+from ridgeline.nn.model.attention import AttentionBackend, LayerCache
+from ridgeline.nn.model.mask import Mask
 from ridgeline.spec.errors import UserError
 
 

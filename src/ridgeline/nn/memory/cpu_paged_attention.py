@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.memory.kv_pool import PlainStore, Singles
-from ridgeline.nn.model.attention import ScoreChanges
+from ridgeline.nn.model.mask import ScoreChanges
 from ridgeline.nn.quant.quantized_kv import ByteCodes, Codes, NibbleCodes
 
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.memory.step_pages import Pages, upload
-from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask, ScoreChanges, flash_attention, fused
+from ridgeline.nn.model.attention import AttentionBackend, LayerCache, flash_attention, fused
 from ridgeline.nn.model.flash_blocks import computable
+from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.quant.quantized_kv import KINDS, At
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ridgeline.nn.model.attention import BACKENDS, LayerCache, Mask, SelfAttention
+from ridgeline.nn.model.attention import BACKENDS, LayerCache, SelfAttention
+from ridgeline.nn.model.mask import Mask
 from ridgeline.spec.model import ModelSpec
 
 

@@ -20,8 +20,9 @@ from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import has_triton, usable
 from ridgeline.nn.kernels.peaks import Wish, shared
 from ridgeline.nn.kernels.products import ServedLinear, choose_served_products, is_linear, linear, served_linear
-from ridgeline.nn.model.attention import Attention, Mask, by_heads, naive_attention, project
+from ridgeline.nn.model.attention import Attention, by_heads, naive_attention, project
 from ridgeline.nn.model.loss import IGNORE, token_loss
+from ridgeline.nn.model.mask import Mask
 from ridgeline.nn.model.mlp import MLP, expand
 from ridgeline.nn.model.norm import RMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope, rotate

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.kernels.products import is_linear
-from ridgeline.nn.model.attention import BACKENDS, LayerCache, Mask, SelfAttention
+from ridgeline.nn.model.attention import BACKENDS, LayerCache, SelfAttention
+from ridgeline.nn.model.mask import Mask
 from ridgeline.nn.model.norm import RMSNorm
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.parallel.collectives import local

@@ -19,7 +19,7 @@ from ridgeline.nn.model.norm import compute_dtype
 from ridgeline.spec.model import ModelSpec
 
 if TYPE_CHECKING:
-    from ridgeline.nn.model.attention import ScoreChanges
+    from ridgeline.nn.model.mask import ScoreChanges
 
 
 def has_kernel(device: torch.device) -> bool:

@@ -17,15 +17,14 @@ from ridgeline.nn.model.attention import (
     AttentionBackend,
     CacheOf,
     LayerCache,
-    Mask,
     SelfAttention,
     find_backend,
-    make_mask,
     plain_cache,
 )
 from ridgeline.nn.model.cross import CrossAttention, Source, padding_mask, relative_bias, with_bias
 from ridgeline.nn.model.flash_blocks import Sequences, fits_varlen, has_varlen
 from ridgeline.nn.model.latent import LatentAttention
+from ridgeline.nn.model.mask import Mask, make_mask
 from ridgeline.nn.model.mlp import ACTIVATIONS, MLP
 from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.norm import NoNorm, compute_dtype, make_norm

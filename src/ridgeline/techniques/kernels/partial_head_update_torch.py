@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.model.attention import Attention, AttentionBackend, LayerCache, Mask
+from ridgeline.nn.model.attention import Attention, AttentionBackend, LayerCache
+from ridgeline.nn.model.mask import Mask
 from ridgeline.nn.model.rotary import Rope, rotate
 
 

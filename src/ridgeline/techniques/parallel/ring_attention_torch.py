@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ridgeline.nn.model.attention import AttentionBackend, Mask
+from ridgeline.nn.model.attention import AttentionBackend
 from ridgeline.nn.model.flash_blocks import block_backward, block_forward
+from ridgeline.nn.model.mask import Mask
 
 
 def zigzag(length: int, ranks: int, rank: int) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.model.attention import AttentionBackend, Mask, probabilities
+from ridgeline.nn.model.attention import AttentionBackend, probabilities
+from ridgeline.nn.model.mask import Mask
 
 
 @dataclass
