@@ -41,9 +41,20 @@ def test_bits_are_packed_end_to_end(bits, rows, n, seed):
     assert torch.equal(unpack_bits(words, bits, n), codes)
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_bits_of_views_are_packed(bits):
+    """Codes need not be contiguous: one zero point for each row is transposed before it is packed."""
+    codes = torch.randint(0, 1 << bits, (3, 64), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
+    shifted = torch.cat([codes.new_zeros(3), codes.flatten()])[3:].view(3, 64)
+    for view in (codes[:1].t().contiguous().t(), codes[:, 5:38], codes[:, ::2], codes.t(), shifted):
+        words = pack_bits(view, bits)
+        assert torch.equal(words, pack_bits(torch.empty(view.shape, dtype=torch.uint8).copy_(view), bits))
+        assert torch.equal(unpack_bits(words, bits, view.shape[1]), view)
+
+
 @pytest.mark.parametrize("name", sorted(formats()))
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 0), (3, 32), (2, 96)])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 0), (3, 32), (3, 0), (2, 96)])
 def test_round_trip(name, bits, group_size, symmetric):
     p = packed(bits, group_size, symmetric)
     form = writer(name)

@@ -117,27 +117,35 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [rows, n] → int32 [rows, ceil(n·bits / 32)]: dense, little-endian along the row, across words."""
     if 8 % bits:
         return _packed_eights(codes, bits)
-    short = -codes.shape[1] % (32 // bits)
+    rows, n = codes.shape
+    words = -(-n * bits // 32)
+    short = -n % (32 // bits)
     parts = torch.nn.functional.pad(codes, (0, short)) if short else codes
     while bits < 8:  # neighbors are combined into one code of twice the bits
         parts, bits = parts[:, 1::2].bitwise_left_shift(bits).bitwise_or_(parts[:, ::2]), 2 * bits
-    return parts.reshape(-1).view(torch.int32).view(len(codes), -1)
+    return _aligned(parts).view(torch.int32).view(rows, words)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x`` in one dimension, where a larger dtype can view it."""
+    flat = x.reshape(-1).contiguous()
+    return flat.clone() if flat.storage_offset() % 8 else flat
 
 
 def _packed_eights(codes: Tensor, bits: int) -> Tensor:
     """:func:`pack_bits` of codes that no byte holds evenly: eight of them fill ``bits`` bytes."""
     rows, n = codes.shape
-    whole = torch.nn.functional.pad(codes, (0, -n % 8)) if n % 8 else codes.contiguous()
-    whole = whole.clone() if whole.storage_offset() % 8 else whole
-    eights, lane, size = whole.view(torch.int64), 8, bits
+    whole = torch.nn.functional.pad(codes, (0, -n % 8)) if n % 8 else codes
+    eights, lane, size = _aligned(whole).view(torch.int64), 8, bits
     while lane < 64:  # of two neighbors, the upper moves down to the lower
         low = sum(((1 << size) - 1) << at for at in range(0, 64, 2 * lane))
         upper = eights.bitwise_right_shift(lane - size).bitwise_and_(low << size)
         eights, lane, size = eights.bitwise_and(low).bitwise_or_(upper), 2 * lane, 2 * size
-    held = eights.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(1)
-    short = 4 * -(-n * bits // 32) - held.shape[1]  # below 0: of the padding
+    held = eights.unsqueeze(-1).view(torch.uint8)[..., :bits].reshape(rows, -(-n // 8) * bits)
+    words = -(-n * bits // 32)
+    short = 4 * words - held.shape[1]  # below 0: of the padding
     held = torch.nn.functional.pad(held, (0, short)) if short else held
-    return held.reshape(-1).view(torch.int32).view(rows, -1)
+    return _aligned(held).view(torch.int32).view(rows, words)
 
 
 def unpack_bits(words: Tensor, bits: int, n: int) -> Tensor:
