@@ -17,7 +17,7 @@ from ridgeline.predict.quick import quick
 from ridgeline.predict.step.peak_memory import resident, training_peak
 from ridgeline.predict.step.training_step import update_ops
 from ridgeline.search import Question, search
-from ridgeline.search.answer_tables import trade
+from ridgeline.search.answer_tables import load, trade
 from ridgeline.search.found import Tried
 from ridgeline.search.kinds import difference, kind_of
 from ridgeline.search.question import HIGHER, parse_slo
@@ -181,6 +181,45 @@ def test_of_engines_that_keep_up_with_the_arrivals_the_fastest_is_first():
     assert others
     assert all(t.metrics["e2e_s"] > first.metrics["e2e_s"] for t in others)
     assert all("TPOT" in trade(t, first, q.metric) for t in others)
+
+
+@pytest.mark.parametrize(("model", "on"), [("llama3.1-70b", "8xa100-80g-sxm"), ("qwen3-32b", "2xl40s")])
+def test_a_model_too_large_for_one_device_is_served_as_well_as_one_that_fits(model, on):
+    """What one plan needs beside the division of the model is found beside it: batches that change from step to step,
+    without padding. Best is as good as the engine that has all of it."""
+    workload = Serve(rate=4.0, requests=60, prompt_len=256, output_len=64, length_cv=0.3)
+    apart = frozenset({"pipeline", "length_dp", "hierarchical_search"})
+    q = Question(catalog.model(model), catalog.cluster(on), workload, forbid=apart)
+    best = search(q, workers=1).best[0]
+    assert {"tensor_parallel", "continuous_batching", "padding_free"} <= best.names
+    division = next(c for c in best.experiment.plan.strings() if c.startswith("tensor_parallel"))
+    fields = {**workload.model_dump(exclude_unset=True), "kind": "serve", "engine": "vllm"}
+    vllm = predict(experiments.make(model, on, fields, [division]))
+    assert best.metrics["tokens_per_s"] >= 0.95 * vllm.metrics["tokens_per_s"].value
+    assert best.metrics["e2e_s"] <= 1.1 * vllm.metrics["e2e_s"].value
+
+
+def test_a_serving_load_that_is_left_open_shows_what_the_devices_can_do():
+    q = Question(catalog.model("llama3.1-8b"), catalog.cluster("h100-sxm"), Serve(requests=40))
+    assert q.workload.concurrency == 40
+    assert load(q.workload) == ["load: 40 requests at once, of 512 + 128 tokens (--rate, --concurrency)"]
+    for kept in (replace(q, workload=Serve(), goal="latency"), replace(q, workload=Serve(), slo={"tpot_s": 0.1})):
+        assert kept.workload.open_load
+        assert load(kept.workload) == ["load: 1 requests/s, of 512 + 128 tokens (--rate, --concurrency)"]
+    # One request per second is what arrives then: engines that keep up have its throughput.
+    metrics = {"tokens_per_s": 129.0, "requests_per_s": 1.01, "e2e_s": 5.0}
+    assert replace(q, workload=Serve(rate=1.0)).rank(metrics) == replace(kept, slo={"tpot_s": 0.2}).rank(metrics)
+
+
+def test_serving_offloads_only_what_fits_nowhere():
+    only = frozenset({"tensor_parallel", "zero_inference", "continuous_batching", "padding_free"})
+    work = Serve(concurrency=8, requests=8, prompt_len=64, output_len=16)
+    whole = search(Question(catalog.model("llama2-13b"), catalog.cluster("2xrtx4090"), work, only=only), workers=1)
+    assert not whole.found.with_technique.keys() & {"zero_inference"}
+    assert whole.found.counts["dominated"] > 0
+    alone = search(Question(catalog.model("llama2-13b"), catalog.cluster("1xrtx4090"), work, only=only), workers=1)
+    assert all("zero_inference" in t.names for t in alone.best)
+    assert alone.best
 
 
 def test_what_changes_nothing_leaves_the_plan():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.experiments import save, to_toml
+from ridgeline.predict.serving.arrivals import REQUESTS
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import NONE, metric, percent, size
 from ridgeline.search.found import ALIKE, Answer, Tried
@@ -13,6 +14,7 @@ from ridgeline.search.kinds import difference
 from ridgeline.search.question import HIGHER
 from ridgeline.search.search import SLACK
 from ridgeline.search.why import Relaxation, WhyNot
+from ridgeline.spec.workload import Serve, Workload
 from ridgeline.techniques.registry import brief, registry
 
 TIGHT = 0.95
@@ -28,7 +30,11 @@ def answer_tables(a: Answer) -> list[Table]:
     """The best plan and the best ones of other kinds, then the front."""
     q = a.question
     tables = [_table(f"Best plans for {q.model.name} on {q.cluster.label}, goal {q.goal}", a.best, q.metric)]
-    tables[0].notes += [_counts(a), *(f"{name}: {_where(name, a)}, {why}" for name, why in a.settled.items())]
+    tables[0].notes += [
+        *load(q.workload),
+        _counts(a),
+        *(f"{name}: {_where(name, a)}, {why}" for name, why in a.settled.items()),
+    ]
     lossy = {c.name for t in a.best for c in t.experiment.plan.calls if not registry()[c.name].card.lossless}
     tables[0].notes += [f"{name} may change quality: {registry()[name].card.quality}" for name in sorted(lossy)]
     if left := q.left_to_the_user():
@@ -52,14 +58,16 @@ def _table(title: str, plans: list[Tried], goal: str = "") -> Table:
     """Plans with their metrics; with a ``goal`` also what each trades against the first."""
     training = any(t.experiment.is_training for t in plans)
     keys = [k for k in SHOWN if any(k in t.metrics for t in plans)]
+    batch = "Micro-batch" if training else "Batch"
+    served = all(t.experiment.task == "serve" for t in plans)
     columns = [Column("#", align="left"), Column("Plan", align="left"), Column("Devices"),
-               Column("Micro-batch" if training else "Batch"), *(Column(SHOWN[k][0], k) for k in keys),
+               *([] if served else [Column(batch)]), *(Column(SHOWN[k][0], k) for k in keys),
                Column("Memory", "peak_bytes"), Column("Of it")]  # fmt: skip
     if goal:
         columns.append(Column("Against the first", align="left"))
     rows = [
         [str(i), " ".join(brief(t.experiment.plan)) or "(no technique)", t.experiment.cluster.label,
-         str(t.experiment.micro_batch_size),
+         *([] if served else [str(t.experiment.micro_batch_size)]),
          *(metric(t.metrics[k], SHOWN[k][1]) if k in t.metrics else NONE for k in keys),
          size(t.metrics["peak_bytes"]), percent(t.over), *([trade(t, plans[0], goal)] if goal else [])]
         for i, t in enumerate(plans, 1)
@@ -95,6 +103,20 @@ def trade(t: Tried, first: Tried, goal: str) -> str:
     return f"{difference(t.kind, first.kind) or 'other devices'}: {', '.join(costs) or 'equal'}"
 
 
+def load(w: Workload) -> list[str]:
+    """What plans for serving were judged by: ``load: 4 requests/s, of 512 + 128 tokens``."""
+    if not isinstance(w, Serve):
+        return []
+    if w.trace:
+        return [f"load: {w.trace}" + (f", at {w.rate:g} requests/s" if w.rate else "")]
+    lengths = f"of {w.prompt_len} + {w.output_len} tokens" + (" on average" if w.length_cv or w.output_cv else "")
+    if w.offered:
+        return [f"load: {w.offered:g} requests/s, {lengths}" + (" (--rate, --concurrency)" if w.open_load else "")]
+    if w.concurrency == (w.requests or REQUESTS):
+        return [f"load: {w.concurrency} requests at once, {lengths} (--rate, --concurrency)"]
+    return [f"load: {w.concurrency} clients, each with its next request when the last is answered, {lengths}"]
+
+
 def _where(name: str, a: Answer) -> str:
     """Of a settled technique: some plans cannot have it, and in some it does nothing."""
     return "always on" if all(name in t.names for t in a.best) else "on where it can be and changes something"
@@ -124,6 +146,7 @@ def as_dict(a: Answer, reasons: list[WhyNot], ways: list[Relaxation], miss: tupl
         "goal": q.goal,
         "metric": q.metric,
         "slo": dict(q.slo),
+        "load": "; ".join(load(q.workload)),
         "best": [{**_plan(t), "against_first": trade(t, a.best[0], q.metric)} for t in a.best],
         "front": [_plan(t) for t in sorted(a.found.front, key=lambda t: t.metrics["peak_bytes"])],
         "settled": a.settled,

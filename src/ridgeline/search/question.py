@@ -36,6 +36,8 @@ class Question:
     model: ModelSpec
     cluster: Cluster
     workload: Workload
+    """Where a serving load is left open and throughput or cost without limits is the goal, all requests come at
+    once: at a low rate, every engine that keeps up has the same."""
     goal: str = "throughput"
     """throughput, latency, cost or memory."""
     slo: Mapping[str, float] = field(default_factory=dict)
@@ -70,6 +72,10 @@ class Question:
             if call.name in self.forbid:
                 raise UserError(f"{call.name} is in every plan and forbidden", "leave out --with or --forbid")
         check_apart(techniques_of(self.fixed))
+        w = self.workload
+        if isinstance(w, Serve) and w.open_load and self.goal in ("throughput", "cost") and not self.slo:
+            burst = w.model_copy(update={"concurrency": w.requests or REQUESTS})
+            object.__setattr__(self, "workload", burst)
 
     @property
     def training(self) -> bool:
@@ -126,8 +132,8 @@ class Question:
         the load's."""
         value = metrics[self.metric]
         w, served = self.workload, metrics.get("requests_per_s")
-        if self.metric == "tokens_per_s" and isinstance(w, Serve) and w.rate and served:
-            offered = float(f"{w.rate * value / served:.9g}")
+        if self.metric == "tokens_per_s" and isinstance(w, Serve) and w.offered and served:
+            offered = float(f"{w.offered * value / served:.9g}")
             # A queue that grows to the end holds back twice the mean latency's worth of requests.
             backlog = 2 * metrics["e2e_s"] * served / (w.requests or REQUESTS)
             value = offered if backlog < FALLS_BEHIND else min(value, (1 - FALLS_BEHIND) * offered)

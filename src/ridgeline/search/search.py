@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 
@@ -75,23 +75,13 @@ def search(
               for shape in space.combinations("shape")]  # fmt: skip
     shapes.sort(key=lambda s: sum(t.phase == "recompute" for t in s[2]))
     workers = 1 if first_feasible else max(1, min(workers, len(shapes) // 8))
-    run = partial(_walk, question, bases, spaces, first_feasible=first_feasible)
     found = Found()
-    if workers == 1:
-        found.merge(run(shapes, progress=progress))
-    else:
-        fork, parts = get_context("fork"), [shapes[i::workers] for i in range(workers)]
-        counts = fork.Array("q", 2)
-        with ProcessPoolExecutor(workers, fork, share, (fork.Value("d", math.inf), counts)) as pool:
-            jobs = [pool.submit(run, part) for part in parts]
-            left = True
-            while left:
-                left = bool(wait(jobs, _LOOK).not_done)
-                if progress:
-                    progress(*counts.get_obj())  # without the lock, which a worker that was killed may have
-        for job, part in zip(jobs, parts, strict=True):
-            killed = isinstance(job.exception(), BrokenProcessPool)
-            found.merge(run(part) if killed else job.result())
+    for some in _by_offload(question, spaces):
+        if found.kinds:
+            found.count("dominated", sum(some[i].below for i, _, _ in shapes))
+            continue
+        run = partial(_walk, question, bases, some, first_feasible=first_feasible)
+        _walk_all(run, shapes, workers, progress, found)
     answer = Answer(question, found, settled.evidence, settled.without_effect, 0.0)
     if question.training and question.goal != "memory" and answer.best and not first_feasible:
         _look_around(question, bases, spaces, answer.best[0], found)
@@ -102,6 +92,37 @@ def search(
         found.front = [t for t in found.front if t.weighed(question) <= limit]
     answer.seconds = time.perf_counter() - start
     return answer
+
+
+def _by_offload(q: Question, spaces: list[Slots]) -> list[list[Slots]]:
+    """The spaces, or in serving those of what stays on the devices, and those of the rest for where nothing fits
+    without it: copies of weights or caches in every iteration never beat another division of the model."""
+    if q.workload.kind != "serve" or q.goal == "memory":
+        return [spaces]
+    near, far = ([replace(s, placements=tuple(p for p in s.placements if bool(offloads(p)) == away)) for s in spaces]
+                 for away in (False, True))  # fmt: skip
+    return [near, far]
+
+
+def _walk_all(
+    run: Callable[..., Found], shapes: list[Shape], workers: int, progress: Progress | None, found: Found
+) -> None:
+    """Walk over the shapes in ``workers`` processes, and merge what they find into ``found``."""
+    if workers == 1:
+        found.merge(run(shapes, progress=progress))
+        return
+    fork, parts = get_context("fork"), [shapes[i::workers] for i in range(workers)]
+    counts = fork.Array("q", 2)
+    with ProcessPoolExecutor(workers, fork, share, (fork.Value("d", math.inf), counts)) as pool:
+        jobs = [pool.submit(run, part) for part in parts]
+        left = True
+        while left:
+            left = bool(wait(jobs, _LOOK).not_done)
+            if progress:
+                progress(*counts.get_obj())  # without the lock, which a worker that was killed may have
+    for job, part in zip(jobs, parts, strict=True):
+        killed = isinstance(job.exception(), BrokenProcessPool)
+        found.merge(run(part) if killed else job.result())
 
 
 def _look_around(q: Question, bases: list[Experiment], spaces: list[Slots], best: Tried, found: Found) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
+from math import prod
 from statistics import median
 
 from ridgeline.predict.quick import quick
 from ridgeline.search.question import Question
-from ridgeline.search.space import Set, candidate, refusal
+from ridgeline.search.space import Set, candidate, refusal, with_settled
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.workload import Serve
 from ridgeline.techniques.technique import Technique
 
 _EQUAL = 1.01
 """Times and peaks that differ by less count as equal: a technique may lose this much in a trial."""
+SAMPLE = 256
+"""Requests of a trial: as many as engines take into an iteration."""
 STANDARD = 1.05
 """What is standard practice may be slower by this much in a trial, as long as it is faster in most."""
 
@@ -43,51 +48,85 @@ class Settled:
         return {t.card.name: why for t, why in self.always} | dict(self.required)
 
 
+def _sampled(base: Experiment) -> Experiment:
+    """The experiment with as many requests as show what a technique does."""
+    w = base.workload
+    if not isinstance(w, Serve):
+        return base
+    return base.model_copy(update={"workload": w.model_copy(update={"requests": min(w.requests or SAMPLE, SAMPLE)})})
+
+
+class _Trials:
+    """Plans with and without one technique, each predicted once."""
+
+    def __init__(self, q: Question, base: Experiment) -> None:
+        self.base, self.micro = _sampled(base), 1 if q.training and q.free_micro_batch else None
+        self.key = "step_time_s" if q.training else "e2e_s"
+        self.found: dict[Set, dict[str, float] | None] = {}
+        known = q.techniques()
+        self.ground = self._ground([t for c in known for t in c.choices(base) if t.axes()])
+        """The least division of the model with which it fits: without one, a model that is too large for one device
+        has no times to compare."""
+        self.singles = [t for c in known for t in c.choices(base)[:2] if c not in map(type, self.ground)
+                        and not (base.task == "serve" and t.phase == "offload")]  # fmt: skip
+        compiled = [t for t in self.singles if t.phase == "compile" and self._times((*self.ground, t))]
+        self.lead = min(compiled, key=lambda t: self._times((*self.ground, t)), default=None)
+
+    def ratios(self, t: Technique, kept: Set = ()) -> list[tuple[float, float]]:
+        """(seconds, bytes) with it over those without it, beside every other technique and those of ``kept``, where
+        the plan was accepted."""
+        lead = (self.lead,) if self.lead is not None and type(self.lead) is not type(t) else ()
+        out = []
+        for other in [(), *((o,) for o in self.singles if type(o) not in (type(t), type(self.lead)))]:
+            start = (*self.ground, *other, *lead)
+            apart = {type(t), *map(type, start)}
+            start = with_settled(self.base, start, tuple(k for k in kept if type(k) not in apart))
+            off, on = self._metrics(start), self._metrics((*start, t))
+            if off and on and self.key in off and self.key in on:
+                out.append((on[self.key] / off[self.key], on["peak_bytes"] / off["peak_bytes"]))
+        return out
+
+    def _ground(self, divisions: list[Technique]) -> Set:
+        sets = [(t,) for t in divisions] + [pair for pair in combinations(divisions, 2) if len({*map(type, pair)}) > 1]
+        sets.sort(key=lambda chosen: prod(n for t in chosen for n in t.axes().values()))
+        return next((chosen for chosen in [(), *sets] if self._times(chosen)), ())
+
+    def _times(self, chosen: Set) -> float:
+        """Seconds of a plan; 0 where it is refused or does not fit."""
+        return (self._metrics(chosen) or {}).get(self.key, 0.0)
+
+    def _metrics(self, chosen: Set) -> dict[str, float] | None:
+        if chosen not in self.found:
+            point = candidate(self.base, chosen, self.micro)
+            self.found[chosen] = None if refusal(point) else quick(*point, always=True).metrics
+        return self.found[chosen]
+
+
 def settle(q: Question, base: Experiment) -> Settled:
     """Lossless techniques without options that are never slower nor larger in any trial; and what is standard practice,
     where it is faster (unless memory is the goal).
 
-    Trials are made beside every other technique, and on top of the one that shortens computation most.
+    Trials are made beside every other technique, on top of the one that shortens computation most; where the model is
+    too large for one device, on top of the least division with which it fits. What does nothing there is tried again
+    beside what is always on: blocks of a cache, for example, need batches that fill it.
     """
     if base.cluster.parts:  # what pays off on one device is judged without stages, in the first part
         base = base.model_copy(update={"cluster": base.cluster.parts[0]})
-    micro = 1 if q.training and q.free_micro_batch else None
-    key = "step_time_s" if q.training else "e2e_s"
-    memory: dict[Set, dict[str, float] | None] = {}
-
-    def metrics(chosen: Set) -> dict[str, float] | None:
-        if chosen not in memory:
-            point = candidate(base, chosen, micro)
-            memory[chosen] = None if refusal(point) else quick(*point, always=True).metrics
-        return memory[chosen]
-
-    known = q.techniques()
-    singles = [t for c in known for t in c.choices(base)[:2]]
-    tried = [(m[key], t) for t in singles if t.phase == "compile" and (m := metrics((t,))) and key in m]
-    lead = min(tried, key=lambda x: x[0])[1] if tried else None
-
-    def trials(t: Technique) -> list[tuple[float, float]]:
-        """(seconds, bytes) with it over those without it, where it was accepted."""
-        out = []
-        for other in [(), *((o,) for o in singles if type(o) not in (type(t), type(lead)))]:
-            start = (*other, lead) if lead is not None and type(lead) is not type(t) else other
-            off, on = metrics(start), metrics((*start, t))
-            if off and on and key in off and key in on:
-                out.append((on[key] / off[key], on["peak_bytes"] / off["peak_bytes"]))
-        return out
-
-    always, required, without_effect = [], [], set()
-    for cls in known:
+    trials = _Trials(q, base)
+    always, required, idle = [], [], []
+    for cls in q.techniques():
         options = cls.choices(base)
         if cls.card.standard and q.goal != "memory" and q.training:
-            seconds = [ratio for t in options for ratio, _ in trials(t)]
+            seconds = [ratio for t in options for ratio, _ in trials.ratios(t)]
             if seconds and median(seconds) < 1 and max(seconds) <= STANDARD:
                 required.append((cls.card.name, f"{1 / median(seconds):.2g}x as fast in {len(seconds)} trials"))
         elif cls.card.lossless and len(options) == 1 and not options[0].axes():
-            ratios = trials(options[0])
+            ratios = trials.ratios(options[0])
             if ratios and all(pair == (1.0, 1.0) for pair in ratios):
-                without_effect.add(cls.card.name)
+                idle.append(options[0])
             gains = any(min(pair) < 1 for pair in ratios)
             if gains and all(max(pair) <= _EQUAL for pair in ratios):
                 always.append((options[0], f"never slower nor larger in {len(ratios)} trials"))
-    return Settled(tuple(always), tuple(required), frozenset(without_effect))
+    kept = tuple(t for t, _ in always)
+    idle = [t for t in idle if not kept or all(pair == (1.0, 1.0) for pair in trials.ratios(t, kept))]
+    return Settled(tuple(always), tuple(required), frozenset(t.card.name for t in idle))

@@ -60,7 +60,7 @@ def why_not(answer: Answer) -> list[WhyNot]:
         if name in answer.without_effect:
             out.append(WhyNot(name, "it changes neither time nor memory here", "it was left out"))
             continue
-        alone = _alone(q, cls)
+        alone = _alone(q, cls) or (_beside(best, cls) if best else "")
         if alone:
             out.append(WhyNot(name, alone, "no plan has it"))
             continue
@@ -69,6 +69,9 @@ def why_not(answer: Answer) -> list[WhyNot]:
                 out.append(WhyNot(name, "no degree of it divides these devices and this model", "no plan has it"))
             else:
                 out.append(WhyNot(name, "its options are the user's to choose", f"add --with {name} to have it"))
+            continue
+        if best and q.workload.kind == "serve" and cls.phase == "offload" and q.goal != "memory":
+            out.append(WhyNot(name, "the model fits without it", "it was left out"))
             continue
         near = next((t for t in answer.found.nearest if name in t.names), None)
         if near:
@@ -154,6 +157,19 @@ def _alone(q: Question, cls: type[Technique]) -> str:
                     reasons[reason] += 1
     # What one partner would lift is refused beside all others; the rarest reason is what stays even then.
     return min(reasons, key=reasons.__getitem__) if reasons else ""
+
+
+def _beside(best: Tried, cls: type[Technique]) -> str:
+    """Why ``check`` refuses every choice of the technique beside the best plan: its own reason, if it has one."""
+    reasons = []
+    for t in cls.choices(best.experiment):
+        try:
+            check(candidate(best.experiment, (t,))[0])
+            return ""
+        except Incompatible as refusal:
+            name, _, reason = refusal.what.partition(": ")
+            reasons.append(reason if name == cls.card.name else "")
+    return f"beside the best plan, {reasons[0]}" if reasons and all(reasons) else ""
 
 
 # ---- no feasible plan -----------------------------------------------------------------------------------------------

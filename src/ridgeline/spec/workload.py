@@ -203,6 +203,16 @@ class Serve(_Workload):
 
     _newer: ClassVar[tuple[str, ...]] = ("kernels", "shared_prefix")
 
+    @property
+    def offered(self) -> float | None:
+        """Requests that arrive per second, whatever the engine does; None: as the trace or the closed loop has it."""
+        return self.rate or (None if self.trace or self.concurrency else 1.0)
+
+    @property
+    def open_load(self) -> bool:
+        """Whether neither a rate, nor clients, nor a trace is given."""
+        return self.rate is None and self.concurrency is None and self.trace is None
+
     @model_validator(mode="after")
     def _one_source(self) -> Serve:
         if self.concurrency is not None and (self.rate is not None or self.trace is not None):

@@ -43,7 +43,7 @@ def requests(w: Serve) -> list[Arrival]:
     if w.concurrency is not None:
         return [Arrival(0.0, *_lengths(w, rng)) for _ in range(count)]
     now, out = 0.0, []
-    rate = w.rate or 1.0
+    rate = w.offered or 1.0
     for _ in range(count):
         now += rng.gammavariate(w.burstiness, 1.0 / (w.burstiness * rate))
         out.append(Arrival(now, *_lengths(w, rng)))

@@ -69,6 +69,8 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
         result.notes.append(
             f"{outcome.rejected} of {len(arrivals)} requests are longer than the cache or the context and were rejected"
         )
+    if w.open_load:
+        result.notes.append("no load is given: one request per second arrives; set a rate, clients or a trace")
     result.notes += _of_schedule(engine, techniques)
     sent, stages = sorted(traffic(surface.graph(1, 1, 1)).items()), e.parallel.get("pp", 1)
     result.traffic = [Traffic(kind=k, ranks=n, calls=c / stages, bytes=size / stages) for (k, n), (c, size) in sent]

@@ -27,6 +27,7 @@ class PaddingFree(Technique):
         claim="87 % faster than PyTorch, and attention 6.13x as fast, on sequences of varying length (ByteTransformer)",
         changes=frozenset({"packed_rows"}),
         default_in=frozenset({"serve"}),
+        validated=frozenset({"serve"}),
     )
     phase: ClassVar[Phase] = "loop"
 
