@@ -169,6 +169,8 @@ def test_kinds_are_words_not_degrees_and_options():
     other = kind("tensor_parallel:degree=2", "sequence_parallel", "recompute", "zero_offload", "zero:stage=2")
     assert other == ("tensor parallelism", "recomputation", "sharding", "optimizer offload")
     assert difference(sharded, other) == "no tensor parallelism, no recomputation, no optimizer offload"
+    assert kind("zero_inference:resident=31", task="serve") == ("weight offload",)
+    assert kind("zero_inference:resident=32", task="serve") == ()
     assert kind("tensor_parallel:degree=4", task="serve") == ("tensor parallelism over 4",)
     assert difference(("tensor parallelism over 2",), ("tensor parallelism over 4",)) == "tensor parallelism over 2"
 

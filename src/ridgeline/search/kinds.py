@@ -32,7 +32,7 @@ def _phrases(t: Technique, e: Experiment) -> list[str]:
     if t.phase == "shard":
         return ["sharding" if "shards" in t.parts else "replicas"]
     if t.phase == "offload":
-        return [words for part, words in _MOVED.items() if part in t.parts]
+        return [words for part, words in _MOVED.items() if part in t.parts and t.moves(e)]
     return [t.card.name] if t.phase == "optimizer" else []
 
 

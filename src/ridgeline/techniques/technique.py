@@ -195,6 +195,10 @@ class Technique(BaseModel):
         meta device."""
         return ()
 
+    def moves(self, e: Experiment) -> bool:
+        """Of what offloads: whether, with these options, anything leaves the device's memory."""
+        return True
+
     def stored(self) -> dict[str, Any]:
         """Options that affect what a checkpoint contains; a run may be resumed with any others changed."""
         return self.model_dump(mode="json") if self.phase == "adapt" else {}

@@ -85,6 +85,10 @@ class FlexGen(Technique):
         """Parts of the batch."""
         return self.batches or 1
 
+    def moves(self, e: Experiment) -> bool:
+        """Whether less than all of the weights, the cache and the hidden states is on the device."""
+        return any(self.share(f"{kind}_device") < 1 for kind in KINDS)
+
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """All left to the predictor."""

@@ -105,6 +105,10 @@ class ZeroInference(Technique):
     def _with(self, resident: int) -> ZeroInference:
         return self.model_copy(update={"resident": resident})
 
+    def moves(self, e: Experiment) -> bool:
+        """Whether a layer does not stay on the device."""
+        return self.stays < e.model.num_layers
+
     @property
     def stays(self) -> int:
         """Number of layers that stay on the device; none before the predictor has resolved it."""
