@@ -259,12 +259,12 @@ def _place(
         floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
     timed_floor = 0.0  # the same of those that were timed
     saved = kept = 0.0  # bytes of activations, and with temporaries
-    fits = False
+    fits, least = False, 0  # more techniques than these offload only where nothing fits
     for done, placement in enumerate(placements):
         if floor > SLACK * found.fastest and not everything:
             found.count("bounded", len(placements) - done)
             return
-        if fits and offloads(placement) and not everything:
+        if fits and offloads(placement) > least and not everything:
             found.count("dominated", len(placements) - done)
             return
         kind = (node.base, frozenset(t for t in node.chosen if t.phase != "recompute"), stages, placement)
@@ -296,6 +296,8 @@ def _place(
         if timed.fits and not offloads(placement) and "peak_bytes" not in q.slo:
             fits = True  # what misses another limit from the device's memory misses it by more from elsewhere
         if judged:
+            if q.workload.kind == "serve" and not fits:
+                fits, least = True, offloads(placement)
             fits = fits or q.training or not offloads(placement)  # generations differ in what they offload: compare all
             _bound_the_rest(found, kind, timed, weight, bool(offloads(placement)) and not (everything or q.slo))
 

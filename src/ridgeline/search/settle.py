@@ -16,8 +16,6 @@ from ridgeline.techniques.technique import Technique
 
 _EQUAL = 1.01
 """Times and peaks that differ by less count as equal: a technique may lose this much in a trial."""
-SAMPLE = 256
-"""Requests of a trial: as many as engines take into an iteration."""
 STANDARD = 1.05
 """What is standard practice may be slower by this much in a trial, as long as it is faster in most."""
 
@@ -48,25 +46,19 @@ class Settled:
         return {t.card.name: why for t, why in self.always} | dict(self.required)
 
 
-def _sampled(base: Experiment) -> Experiment:
-    """The experiment with as many requests as show what a technique does."""
-    w = base.workload
-    if not isinstance(w, Serve):
-        return base
-    return base.model_copy(update={"workload": w.model_copy(update={"requests": min(w.requests or SAMPLE, SAMPLE)})})
-
-
 class _Trials:
     """Plans with and without one technique, each predicted once."""
 
     def __init__(self, q: Question, base: Experiment) -> None:
-        self.base, self.micro = _sampled(base), 1 if q.training and q.free_micro_batch else None
+        w = base.workload
+        self.base = base.model_copy(update={"workload": w.sample()}) if isinstance(w, Serve) else base
+        self.micro = 1 if q.training and q.free_micro_batch else None
         self.key = "step_time_s" if q.training else "e2e_s"
         self.found: dict[Set, dict[str, float] | None] = {}
         known = q.techniques()
-        self.ground = self._ground([t for c in known for t in c.choices(base) if t.axes()])
-        """The least division of the model with which it fits: without one, a model that is too large for one device
-        has no times to compare."""
+        self.ground = self._ground([t for c in known for t in c.choices(base)])
+        """The least division of the model with which it fits, or else what offloads it: without one, a model that is
+        too large has no times to compare."""
         self.singles = [t for c in known for t in c.choices(base)[:2] if c not in map(type, self.ground)
                         and not (base.task == "serve" and t.phase == "offload")]  # fmt: skip
         compiled = [t for t in self.singles if t.phase == "compile" and self._times((*self.ground, t))]
@@ -86,10 +78,14 @@ class _Trials:
                 out.append((on[self.key] / off[self.key], on["peak_bytes"] / off["peak_bytes"]))
         return out
 
-    def _ground(self, divisions: list[Technique]) -> Set:
-        sets = [(t,) for t in divisions] + [pair for pair in combinations(divisions, 2) if len({*map(type, pair)}) > 1]
-        sets.sort(key=lambda chosen: prod(n for t in chosen for n in t.axes().values()))
-        return next((chosen for chosen in [(), *sets] if self._times(chosen)), ())
+    def _ground(self, choices: list[Technique]) -> Set:
+        divisions = [t for t in choices if t.axes()]
+        pairs = [pair for pair in combinations(divisions, 2) if len({*map(type, pair)}) > 1]
+        divided: list[Set] = [(), *((t,) for t in divisions), *pairs]
+        divided.sort(key=lambda chosen: prod(n for t in chosen for n in t.axes().values()))
+        away = [t for t in choices if t.phase == "offload"]
+        sets = divided + [(*some, t) for t in away for some in reversed(divided)]
+        return next((chosen for chosen in sets if self._times(chosen)), ())
 
     def _times(self, chosen: Set) -> float:
         """Seconds of a plan; 0 where it is refused or does not fit."""

@@ -213,6 +213,10 @@ class Serve(_Workload):
         """Whether neither a rate, nor clients, nor a trace is given."""
         return self.rate is None and self.concurrency is None and self.trace is None
 
+    def sample(self) -> Serve:
+        """The first 256 requests of the load, as many as engines take into an iteration: what compares plans."""
+        return self.model_copy(update={"requests": min(self.requests or 256, 256)})
+
     @model_validator(mode="after")
     def _one_source(self) -> Serve:
         if self.concurrency is not None and (self.rate is not None or self.trace is not None):

@@ -12,6 +12,7 @@ from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.workload import Serve
 from ridgeline.techniques.parallel.divide_operators import host_copy
 from ridgeline.techniques.parts import Part
 from ridgeline.techniques.registry import techniques_of
@@ -85,7 +86,8 @@ class ZeroInference(Technique):
         if self.resident != "auto":
             return self
         layers = e.model.num_layers
-        if e.task == "serve":  # what weights leave goes into the cache: neither end need be the best
+        if isinstance(e.workload, Serve):  # what weights leave goes into the cache: neither end need be the best
+            e = e.model_copy(update={"workload": e.workload.sample()})
             rates = {n: self._with(n)._rate(e, ask) for n in eighths(layers)}
             return self._with(max(rates, key=lambda n: (rates[n], n)) if any(rates.values()) else 0)
         low, high = 0, layers + 1

@@ -68,15 +68,18 @@ class PipelineParallel(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Powers of two (on unequal devices: as many stages as lie in one part of the cluster each) with 1f1b,
-        zero_bubble, and two or four chunks where there are enough layers.
+        """Powers of two (on unequal devices: as many stages as lie in one part of the cluster each), in training with
+        1f1b, zero_bubble, and two or four chunks where there are enough layers.
 
         gpipe has the same bubble as 1f1b and needs more memory, so it is never worth trying.
         """
         layers = e.model.num_layers + e.model.encoder_layers
         out: list[Technique] = []
         for n in _degrees(e, layers):
-            out += [cls(degree=n, schedule="1f1b"), cls(degree=n, schedule="zero_bubble")]
+            out.append(cls(degree=n, schedule="1f1b"))
+            if not e.is_training:
+                continue
+            out.append(cls(degree=n, schedule="zero_bubble"))
             out += [cls(degree=n, schedule="interleaved", chunks=c) for c in (2, 4) if n * c <= layers]
         return out
 
