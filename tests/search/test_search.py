@@ -228,8 +228,9 @@ def test_what_changes_nothing_leaves_the_plan():
     workload = {"kind": "serve", "rate": 2.0, "requests": 30, "prompt_len": 256, "output_len": 64}
     plan = ["tensor_parallel:degree=4", "continuous_batching", "hierarchical_search"]
     e = experiments.make("llama2-13b", "4xh100-sxm", workload, plan)
+    q = Question(e.model, e.cluster, e.workload)
     with_all = Tried(e, quick(e, techniques_of(e.plan)), -1.0)
-    kept = without_idle(with_all, (registry()["hierarchical_search"](), registry()["continuous_batching"]()))
+    kept = without_idle(q, with_all, (registry()["hierarchical_search"](), registry()["continuous_batching"]()))
     assert kept.names == {"tensor_parallel", "continuous_batching"}
 
 

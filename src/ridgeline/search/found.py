@@ -175,12 +175,12 @@ class Found:
     def feasible(self, t: Tried) -> None:
         """Record a plan that fits and keeps the limits."""
         self.fitting[t.key] = t
-        if t.kind not in self.kinds or _order(t) < _order(self.kinds[t.kind]):
+        if t.kind not in self.kinds or order(t) < order(self.kinds[t.kind]):
             self.kinds[t.kind] = t
-        if self.simplest is None or (len(t.names), *_order(t)) < (len(self.simplest.names), *_order(self.simplest)):
+        if self.simplest is None or (len(t.names), *order(t)) < (len(self.simplest.names), *order(self.simplest)):
             self.simplest = t
         for name in t.names:
-            if name not in self.with_technique or _order(t) < _order(self.with_technique[name]):
+            if name not in self.with_technique or order(t) < order(self.with_technique[name]):
                 self.with_technique[name] = t
         peak = t.metrics["peak_bytes"]
         if not any(o.rank <= t.rank and o.metrics["peak_bytes"] <= peak for o in self.front):
@@ -227,7 +227,7 @@ class Answer:
     def best(self) -> list[Tried]:
         """The best feasible plan, then the best of up to four other kinds, as far as each comes near the best and has
         something to offer beside those before it."""
-        ranked = sorted(self.found.kinds.values(), key=_order)
+        ranked = sorted(self.found.kinds.values(), key=order)
         answers = ranked[:1]
         for t in ranked[1:]:
             near = max(t.rank / answers[0].rank, answers[0].rank / t.rank) <= WORTH
@@ -240,7 +240,7 @@ def _miss(t: Tried) -> tuple[bool, float, int]:
     return t.over > 1, t.over if t.over > 1 else t.excess, len(t.names)
 
 
-def _order(t: Tried) -> tuple[float, float, float, int, tuple[str, ...]]:
+def order(t: Tried) -> tuple[float, float, float, int, tuple[str, ...]]:
     """Equal ranks: in serving all that keep up with the arrivals, of which the one with the least latency is best."""
     latency = t.metrics["e2e_s"] if t.experiment.task == "serve" else 0.0
     return t.rank, latency, t.metrics["peak_bytes"], len(t.names), t.calls

@@ -20,7 +20,7 @@ from ridgeline.graph import Graph
 from ridgeline.graph.schedule import idle_share
 from ridgeline.predict.interval import STEP
 from ridgeline.predict.quick import Quick, computation, prepare, quick, split
-from ridgeline.search.found import Answer, Found, Setting, Tried, count_nodes, share
+from ridgeline.search.found import Answer, Found, Setting, Tried, count_nodes, order, share
 from ridgeline.search.question import Question
 from ridgeline.search.settle import settle
 from ridgeline.search.space import (
@@ -86,7 +86,10 @@ def search(
     if question.training and question.goal != "memory" and answer.best and not first_feasible:
         _look_around(question, bases, spaces, answer.best[0], found)
     for t in answer.best:
-        found.kinds[t.kind] = without_idle(t, settled.techniques)
+        found.kinds[t.kind] = without_idle(question, t, settled.techniques)
+    if answer.best:
+        used = {name for t in answer.best for name in t.names}
+        answer.settled = {name: why for name, why in answer.settled.items() if name in used}
     if question.training and question.goal != "memory" and answer.best:  # beyond the bound's reach it is incomplete
         limit = SLACK * min(t.weighed(question) for t in answer.best)
         found.front = [t for t in found.front if t.weighed(question) <= limit]
@@ -143,8 +146,9 @@ def _look_around(q: Question, bases: list[Experiment], spaces: list[Slots], best
                     _judge(q, e, quick(e, techniques), found)
 
 
-def without_idle(t: Tried, always: Set) -> Tried:
-    """The plan without those techniques among ``always`` that change no metric in it by ``_NOTHING``."""
+def without_idle(q: Question, t: Tried, always: Set) -> Tried:
+    """The plan without those techniques among ``always`` that change no metric in it by ``_NOTHING``, or that are not
+    proven and gain too little to come before the plan without them."""
     for technique in always:
         calls = tuple(c for c in t.experiment.plan.calls if c.name != technique.card.name)
         if len(calls) == len(t.experiment.plan.calls):
@@ -153,11 +157,13 @@ def without_idle(t: Tried, always: Set) -> Tried:
         e = t.experiment.model_copy(update={"plan": plan})
         if refusal((e, techniques_of(plan))):
             continue
-        without = quick(e, techniques_of(plan))
-        if without.fits and all(
-            abs(without.metrics.get(k, math.inf) - v) <= _NOTHING * abs(v) for k, v in t.metrics.items()
-        ):
-            t = Tried(e, without, t.rank, t.missed, t.excess)
+        timed = quick(e, techniques_of(plan))
+        if not timed.fits or q.misses(timed.metrics):
+            continue
+        without = _ranked(q, e, timed)
+        idle = all(abs(timed.metrics.get(k, math.inf) - v) <= _NOTHING * abs(v) for k, v in t.metrics.items())
+        if idle or (technique.card.name in t.unvalidated and order(without) < order(t)):
+            t = without
     return t
 
 
@@ -323,10 +329,7 @@ def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:
     if q.metric not in timed.metrics:
         raise UserError(f"goal {q.goal!r} needs {q.metric}, which is not predicted for {e.cluster.device.name}",
                         "give the device a price_per_hour, or choose another goal")  # fmt: skip
-    t = Tried(e, timed, q.rank(timed.metrics), missed, q.excess(timed.metrics))
-    if t.unvalidated and q.goal != "memory":  # each must win by more than whole steps are usually off
-        doubt = (1 + STEP[e.task]) ** len(t.unvalidated)
-        t.rank *= doubt if t.rank > 0 else 1 / doubt
+    t = _ranked(q, e, timed, missed)
     if missed:
         found.count("missed", 1)
         found.infeasible(t)
@@ -334,3 +337,12 @@ def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:
         found.count("feasible", 1)
         found.feasible(t)
     return not missed
+
+
+def _ranked(q: Question, e: Experiment, timed: Quick, missed: list[str] | None = None) -> Tried:
+    """The plan with its rank: each technique that is not proven must win by more than whole steps are usually off."""
+    t = Tried(e, timed, q.rank(timed.metrics), missed or [], q.excess(timed.metrics))
+    if t.unvalidated and q.goal != "memory":
+        doubt = (1 + STEP[e.task]) ** len(t.unvalidated)
+        t.rank *= doubt if t.rank > 0 else 1 / doubt
+    return t

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ridgeline import catalog
 from ridgeline.predict.predict import predict
 from ridgeline.predict.quick import quick
+from ridgeline.report.units import percent
 from ridgeline.search.found import Answer, Tried
 from ridgeline.search.question import Question
 from ridgeline.search.search import search
@@ -55,7 +56,7 @@ def why_not(answer: Answer) -> list[WhyNot]:
             continue
         other = answer.found.with_technique.get(name)
         if other and best and reference:
-            out.append(_slower(name, best, reference, other))
+            out.append(_unproven(q, name, best, other) or _slower(q, name, best, reference, other))
             continue
         if name in answer.without_effect:
             out.append(WhyNot(name, "it changes neither time nor memory here", "it was left out"))
@@ -116,16 +117,31 @@ def _misses(t: Tried) -> str:
     return size_of(t) if not t.quick.fits else "; ".join(t.missed)
 
 
-def _slower(name: str, best: Tried, reference: Result, other: Tried) -> WhyNot:
+def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried) -> WhyNot:
     """Compare the best plan that has it with the best of all: which phases grew."""
     r = predict(other.experiment)
     grown = {k: v - _phases(reference).get(k, 0.0) for k, v in _phases(r).items()}
     worse = sorted(((v, k) for k, v in grown.items() if v > 0), reverse=True)[:2]
     causes = " and ".join(f"{k} +{v:.3g} s" for v, k in worse) or "nothing gets shorter"
-    behind = other.rank / best.rank if best.rank > 0 else best.rank / other.rank
+    behind = 1 / _ahead(q, best, other)
     extra = " + ".join(s for s in brief(other.experiment.plan) if s.split(":")[0] == name)
     verdict = "no better" if behind < 1.005 else f"{behind:.2f}x behind the best plan"
     return WhyNot(extra or name, causes, f"its best plan is {verdict}")
+
+
+def _unproven(q: Question, name: str, best: Tried, other: Tried) -> WhyNot | None:
+    """Of a technique that nobody measured, whose best plan is predicted no slower than the best: what it gains."""
+    ahead = _ahead(q, best, other)
+    if name not in other.unvalidated or ahead < 1:
+        return None
+    return WhyNot(name, f"predictions with it were never compared with published measurements, and it gains"
+                  f" {percent(ahead - 1)}", "the plan without it comes first")  # fmt: skip
+
+
+def _ahead(q: Question, best: Tried, other: Tried) -> float:
+    """By what factor the other plan is predicted ahead of the best, below 1 where it is behind."""
+    ratio = q.rank(best.metrics) / q.rank(other.metrics)
+    return ratio if q.rank(best.metrics) > 0 else 1 / ratio
 
 
 def _phases(r: Result) -> dict[str, float]:
