@@ -197,6 +197,18 @@ def test_a_plan_without_an_engine_says_what_it_lacks():
     assert [n for n in result.notes if "no engine is named" in n and "without paged_kv:" in n]
 
 
+def test_a_prediction_says_what_a_server_would_add_and_which_load_was_assumed():
+    def notes(plan, **fields):
+        e = experiments.make("llama3.1-8b", "h100-sxm", {"kind": "serve", "requests": 4, **fields}, plan)
+        return predict(e).notes
+
+    own = notes([], engine="ridgeline", rate=2.0)
+    assert any("`ridgeline serve` has by default" in n and "continuous_batching" in n for n in own)
+    assert not any("by default" in n for n in notes(["continuous_batching"], engine="ridgeline", rate=2.0))
+    assert not any("no load is given" in n for n in own)
+    assert any("no load is given: one request per second" in n for n in notes([], engine="vllm"))
+
+
 def test_engines_take_what_they_do_not_have():
     """TensorRT-LLM as it is measured reads whole prompts and reserves whole outputs; both are options of it."""
     load = {**CROWD, "engine": "trtllm", "prompt_len": 900, "max_num_seqs": 64}

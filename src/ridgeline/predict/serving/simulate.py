@@ -141,6 +141,8 @@ def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterat
     if engine.name == PLANNED and missing:
         yield (f"no engine is named, so requests are scheduled as the plan says, without {', '.join(missing)}: name an"
                " engine, or add them")  # fmt: skip
+    if engine.name == OWN and not usual:
+        yield f"without {', '.join(missing)}, which `ridgeline serve` has by default: add them to predict that"
 
 
 def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Result:
