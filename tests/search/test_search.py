@@ -213,6 +213,19 @@ def test_a_serving_load_that_is_left_open_shows_what_the_devices_can_do():
     assert replace(q, workload=Serve(rate=1.0)).rank(metrics) == replace(kept, slo={"tpot_s": 0.2}).rank(metrics)
 
 
+def test_the_format_in_which_a_model_is_published_needs_no_permission():
+    def lossy(model, task=None, **more):
+        q = Question(catalog.model(model), catalog.cluster("8xh100-sxm"), task or Serve(), **more)
+        found = {c.card.name: q.choices(c, q.base(q.cluster)) for c in q.techniques()}
+        return {name: ts for name, ts in found.items() if not registry()[name].card.lossless}
+
+    assert not lossy("llama3.1-8b")
+    assert lossy("deepseek-v3").keys() == {"fp8"}
+    assert [t.layers for t in lossy("gpt-oss-20b")["mxfp4"]] == ["experts"]
+    assert len(lossy("gpt-oss-20b", allow=frozenset({"mxfp4"}))["mxfp4"]) == 2  # asked for: of all layers, too
+    assert "mxfp4" not in lossy("gpt-oss-20b", Pretrain(seq_len=64, batch_size=8))
+
+
 def test_serving_offloads_only_what_fits_nowhere():
     only = frozenset({"tensor_parallel", "zero_inference", "continuous_batching", "padding_free"})
     work = Serve(concurrency=8, requests=8, prompt_len=64, output_len=16)

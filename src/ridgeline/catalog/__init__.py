@@ -73,6 +73,7 @@ class _ModelEntry(NamedTuple):
     where: str
     aliases: tuple[str, ...]
     tolerance: float
+    format: str
 
 
 ROUNDED = 0.03
@@ -111,6 +112,12 @@ def published(name: str) -> Published | None:
     entry = _model_index()[key]
     count = entry.fields.get("published_parameters")
     return None if count is None else Published(count, entry.tolerance)
+
+
+def published_format(name: str) -> str:
+    """The technique whose format the published weights of catalog model ``name`` are in; empty: 16 bits, or unknown."""
+    entry = _model_index().get(name)
+    return entry.format if entry else ""
 
 
 def model_aliases(name: str) -> tuple[str, ...]:
@@ -189,6 +196,7 @@ def _model_index() -> dict[str, _ModelEntry]:
             index[name] = _ModelEntry(
                 where=f"{file.name}, model {name!r}",
                 aliases=tuple(fields.pop("aliases", ())),
+                format=fields.pop("format", ""),
                 tolerance=fields.pop("tolerance", 0.0 if isinstance(count, int) else ROUNDED),
                 fields=fields,
             )

@@ -36,7 +36,11 @@ def answer_tables(a: Answer) -> list[Table]:
         *(f"{name}: {_where(name, a)}, {why}" for name, why in a.settled.items()),
     ]
     lossy = {c.name for t in a.best for c in t.experiment.plan.calls if not registry()[c.name].card.lossless}
-    tables[0].notes += [f"{name} may change quality: {registry()[name].card.quality}" for name in sorted(lossy)]
+    native = {q.published: f"the format in which {q.model.name} is published"}
+    tables[0].notes += [
+        f"{name}: {native[name]}" if name in native else f"{name} may change quality: {registry()[name].card.quality}"
+        for name in sorted(lossy)
+    ]
     if left := q.left_to_the_user():
         tables[0].notes.append(f"not considered, as they change quality: {', '.join(left)} (--allow NAME, --with NAME)")
     if unlike := sorted({name for t in a.best for name in t.unvalidated}):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ridgeline.catalog import published_format
 from ridgeline.predict.serving.arrivals import REQUESTS
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError, unknown
@@ -95,16 +96,27 @@ class Question:
 
     def techniques(self) -> list[type[Technique]]:
         """Registered techniques that may be on or off: those of the task that keep quality, are standard practice or
-        are asked for.
+        are asked for, and where nothing is trained the format in which the model is published.
 
         Pre-training trains every parameter: techniques after which something else trains are for fine-tuning.
         """
-        asked = self.allow | self.only
+        asked = self.allow | self.only | {self.published}
         return [
             cls
             for name, cls in self._of_task().items()
             if (not self.only or name in self.only) and (cls.card.lossless or cls.card.standard or name in asked)
         ]
+
+    @property
+    def published(self) -> str:
+        """The technique whose format the model's published weights are in, where nothing is trained; empty: none."""
+        return "" if self.training else published_format(self.model.name)
+
+    def choices(self, cls: type[Technique], e: Experiment) -> list[Technique]:
+        """Settings of a technique that are worth trying on ``e``: of the published format alone, unless it is asked
+        for."""
+        name = cls.card.name
+        return [cls()] if name == self.published and name not in self.allow | self.only else cls.choices(e)
 
     def left_to_the_user(self) -> list[str]:
         """Names of techniques that were not considered because they change quality and nobody asked for them."""

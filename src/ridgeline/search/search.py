@@ -70,7 +70,7 @@ def search(
     bases = [b for c in sub_clusters(question.cluster, question.goal == "cost") for b in _bases(question, c)]
     settled = settle(question, bases[0])
     known = [cls for cls in question.techniques() if cls.card.name not in settled.without_effect]
-    spaces = [slots(base, known, settled.techniques, settled.names, question.goal == "memory") for base in bases]
+    spaces = [slots(question, base, known, settled.techniques, settled.names) for base in bases]
     shapes = [(i, mesh, shape) for i, space in enumerate(spaces) for mesh in space.combinations("mesh")
               for shape in space.combinations("shape")]  # fmt: skip
     shapes.sort(key=lambda s: sum(t.phase == "recompute" for t in s[2]))

@@ -56,10 +56,10 @@ class _Trials:
         self.key = "step_time_s" if q.training else "e2e_s"
         self.found: dict[Set, dict[str, float] | None] = {}
         known = q.techniques()
-        self.ground = self._ground([t for c in known for t in c.choices(base)])
+        self.ground = self._ground([t for c in known for t in q.choices(c, base)])
         """The least division of the model with which it fits, or else what offloads it: without one, a model that is
         too large has no times to compare."""
-        self.singles = [t for c in known for t in c.choices(base)[:2] if c not in map(type, self.ground)
+        self.singles = [t for c in known for t in q.choices(c, base)[:2] if c not in map(type, self.ground)
                         and not (base.task == "serve" and t.phase == "offload")]  # fmt: skip
         compiled = [t for t in self.singles if t.phase == "compile" and self._times((*self.ground, t))]
         self.lead = min(compiled, key=lambda t: self._times((*self.ground, t)), default=None)
@@ -111,7 +111,7 @@ def settle(q: Question, base: Experiment) -> Settled:
     trials = _Trials(q, base)
     always, required, idle = [], [], []
     for cls in q.techniques():
-        options = cls.choices(base)
+        options = q.choices(cls, base)
         if cls.card.standard and q.goal != "memory" and q.training:
             seconds = [ratio for t in options for ratio, _ in trials.ratios(t)]
             if seconds and median(seconds) < 1 and max(seconds) <= STANDARD:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import combinations, product
 
 from ridgeline.predict.settle import ask
+from ridgeline.search.question import Question
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
@@ -55,15 +56,15 @@ class Slots:
 
 
 def slots(
-    base: Experiment, known: list[type[Technique]], settled: Set = (), required: frozenset[str] = frozenset(),
-    smallest: bool = False,
+    q: Question, base: Experiment, known: list[type[Technique]], settled: Set = (),
+    required: frozenset[str] = frozenset(),
 ) -> Slots:  # fmt: skip
-    """The choices of every technique on this experiment, with ``smallest`` also those for the least memory; of those
+    """The choices of every technique on this experiment, with goal memory also those for the least of it; of those
     named in ``required`` one is always on."""
     choices: dict[str, list[tuple[Technique | None, ...]]] = {g: [] for g in GROUPS}
     always = {t.card.name for t in settled}
     for cls in known:
-        options = cls.choices(base) + (cls.smallest(base) if smallest else [])
+        options = q.choices(cls, base) + (cls.smallest(base) if q.goal == "memory" else [])
         if options and cls.card.name not in always:
             off = () if cls.card.name in required else (None,)
             choices[_GROUP.get(cls.phase, "placement")].append((*off, *options))

@@ -61,7 +61,7 @@ def why_not(answer: Answer) -> list[WhyNot]:
         if name in answer.without_effect:
             out.append(WhyNot(name, "it changes neither time nor memory here", "it was left out"))
             continue
-        alone = _alone(q, cls) or (_beside(best, cls) if best else "")
+        alone = _alone(q, cls) or (_beside(q, best, cls) if best else "")
         if alone:
             out.append(WhyNot(name, alone, "no plan has it"))
             continue
@@ -175,10 +175,10 @@ def _alone(q: Question, cls: type[Technique]) -> str:
     return min(reasons, key=reasons.__getitem__) if reasons else ""
 
 
-def _beside(best: Tried, cls: type[Technique]) -> str:
+def _beside(q: Question, best: Tried, cls: type[Technique]) -> str:
     """Why ``check`` refuses every choice of the technique beside the best plan: its own reason, if it has one."""
     reasons = []
-    for t in cls.choices(best.experiment):
+    for t in q.choices(cls, best.experiment):
         try:
             check(candidate(best.experiment, (t,))[0])
             return ""

@@ -47,7 +47,9 @@ class SearchSpace:
     @cached_property
     def slots(self) -> Slots:
         """The planner's choices."""
-        return slots(self.base, self.simulator.question.techniques(), self.settled, self.required)
+        return slots(
+            self.simulator.question, self.base, self.simulator.question.techniques(), self.settled, self.required
+        )
 
     @cached_property
     def groups(self) -> tuple[Sequence[Set], Sequence[Set], Sequence[Set], Sequence[Set], Sequence[int | None]]:
