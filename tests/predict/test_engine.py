@@ -8,6 +8,7 @@ import pytest
 from ridgeline import catalog, experiments
 from ridgeline.graph import tokens_graph
 from ridgeline.graph.layers import distinct_experts
+from ridgeline.predict import predict
 from ridgeline.predict.common import rank_cluster
 from ridgeline.predict.serving.engine_costs import ENGINES, find_engine
 from ridgeline.predict.serving.iteration_time import GRID, Iterations, one_shot
@@ -115,6 +116,21 @@ def test_engines_by_name():
     assert find_engine("vllm-2023", h100).dispatch_s == pytest.approx(0.7 * ENGINES["vllm-2023"].dispatch_s)
     with pytest.raises(UserError, match="unknown engine 'vvlm'"):
         find_engine("vvlm", a100)
+
+
+@pytest.mark.parametrize("engine", ["vllm-2023", "lightllm"])
+def test_servers_of_2023_take_the_longest_request_in_an_iteration(engine):
+    """vLLM 0.2: max_num_batched_tokens is by default that of one request, 2048 at least. 7B fits 24 GB with it."""
+
+    def served(**fields):
+        load = {"kind": "serve", "engine": engine, "rate": 1.0, "requests": 20, **fields}
+        return predict(experiments.make("llama2-7b", "rtx3090", load, []))
+
+    default = served()
+    assert default.status == "ok"
+    assert default.metrics == served(max_num_batched_tokens=4096).metrics
+    assert served(max_model_len=1024).metrics == served(max_model_len=1024, max_num_batched_tokens=2048).metrics
+    assert served(max_num_batched_tokens=65536).status == "infeasible"
 
 
 def test_one_shot_all_reduce():

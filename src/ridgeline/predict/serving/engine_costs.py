@@ -121,6 +121,9 @@ class EngineCosts:
     spill_tokens: int = 0
     """Number of prompt tokens in one eager iteration beyond which each costs ``spill_s`` more; 0: no limit."""
     spill_s: float = 0.0
+    budget_of_context: bool = False
+    """Whether its server's default for the tokens of an iteration is the longest request's, 2048 at least (vLLM before
+    its version 1); ``max_num_batched_tokens`` is then that of static batches."""
     source: str = ""
     fitted_on: tuple[str, ...] = ()
     """Devices on which its constants were fitted to measurements."""
@@ -152,7 +155,7 @@ ENGINES: dict[str, EngineCosts] = {
             dispatch_s=43e-6, iteration_s=5e-3, schedule_s=0.0, sequence_s=0.3e-3, layer_s=0.0,
             prefill_share=1.0, request_s=20e-3,
             max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, shares=False,
-            one_shot=False,
+            one_shot=False, budget_of_context=True,
             spill_tokens=2048, spill_s=120e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
             fitted_on=("a100-80g-sxm",),
         ),
@@ -248,15 +251,15 @@ ENGINES["lightllm"] = replace(
 ENGINES["tgi-1"] = replace(
     ENGINES["vllm-2023"], name="tgi-1", title="Text Generation Inference 1 (2023), eager, whole prompts first",
     dispatch_s=ENGINES["lightllm"].dispatch_s, iteration_s=ENGINES["lightllm"].iteration_s, reserves=True,
-    max_num_seqs=128, max_num_batched_tokens=4096, spill_tokens=0,
+    max_num_seqs=128, max_num_batched_tokens=4096, budget_of_context=False, spill_tokens=0,
     source="assumptions: what its documentation says of its mechanisms; a launch as in `lightllm`, sequences one by one"
     " as in `vllm-2023`", fitted_on=(),
 )  # fmt: skip
 ENGINES["hf"] = replace(
     ENGINES["vllm-2023"], name="hf", title="Hugging Face generate, eager: padded batches that run until all end",
-    fused=False, dispatch_s=12e-6, iteration_s=1e-3, sequence_s=0.0, request_s=0.0, continuous=False, padded=True,
-    reserves=True, mixes=True, spill_tokens=0, source="assumptions: a launch out of Python for every operator",
-    fitted_on=(),
+    budget_of_context=False, fused=False, dispatch_s=12e-6, iteration_s=1e-3, sequence_s=0.0, request_s=0.0,
+    continuous=False, padded=True, reserves=True, mixes=True, spill_tokens=0,
+    source="assumptions: a launch out of Python for every operator", fitted_on=(),
 )  # fmt: skip
 ENGINES[OWN] = replace(ENGINES[OWN], **BARE)
 ENGINES[PLANNED] = replace(

@@ -171,6 +171,8 @@ def setup_of(
     """The engine of ``surface`` as the plan sets it up for ``arrivals``, and the room that it has for the cache."""
     engine = surface.engine
     s = engine.scheduling(techniques)
+    if engine.budget_of_context:
+        s.limits.max_num_batched_tokens = max(2048, context(surface.e.model, w))
     s.take_workload(w)
     if engine.name == OWN:
         space, blocks, longest = pool_room(surface, s, w)
