@@ -336,13 +336,11 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     exposed = communication = slowed = inline = waited = 0.0
     for t in known.values():
         t.late_forward, t.late_backward = _late(t.gather_forward, t.forward), _late(t.gather_backward, t.backward)
-    apart: dict[tuple[tuple[int, int], ...], tuple[float, float, float, list[tuple[float, ...]]]] = {}
-    for stage in stages:  # most are alike
-        key = tuple([(id(t), n) for t, n in stage])
-        alike = apart.get(key)
-        if alike is None:
-            alike = apart[key] = _of_stage(stage, pipe.schedule == "zero_bubble")
-        f, b, w, sums = alike
+    keys = [tuple([(id(t), n) for t, n in stage]) for stage in stages]
+    alike = dict(zip(keys, stages, strict=True))  # most are
+    known_stages = {key: _of_stage(stage, pipe.schedule == "zero_bubble") for key, stage in alike.items()}
+    for key in keys:
+        f, b, w, sums = known_stages[key]
         forward.append(f)
         backward.append(b - w)
         weight.append(w)
@@ -368,13 +366,12 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     ends = [end * shrink for end in timeline.ends]
     s = _streams(cluster, record)
     tails, sent = [], 0.0
+    reduced: dict[tuple[tuple[tuple[int, int], ...], ...], tuple[float, float]] = {}
     for r in range(ranks):
-        own = [pair for i in range(r, ranks * chunks, ranks) for pair in stages[i]]
-        total = sum([n * x for t, n in own for _, x in t.reduce])
-        tail = total
-        if total and g.overlap_reduce:
-            window = sum([n * t.backward for t, n in own]) - max([t.backward for t, _ in own])
-            tail = max(total - window, total / max(1, sum([n for _, n in own])))
+        mine = tuple(keys[r::ranks])
+        if mine not in reduced:
+            reduced[mine] = _reductions([pair for stage in stages[r::ranks] for pair in stage], g.overlap_reduce)
+        total, tail = reduced[mine]
         tails.append(tail)
         sent += total / ranks
     slowest = max(range(ranks), key=lambda r: ends[r] + tails[r])
@@ -412,6 +409,15 @@ def _of_stage(stage: list[tuple[BlockTimes, int]], apart: bool) -> tuple[float, 
         sent = held + sum(x for _, x in (*t.gather_forward, *t.gather_backward))
         sums.append((n * held, n * (held + late), n * sent, n * t.dispatch))
     return f, b, w, sums
+
+
+def _reductions(own: list[tuple[BlockTimes, int]], overlap: bool) -> tuple[float, float]:
+    """Seconds of the reductions of a rank's blocks, and of those that outlast its last backward pass."""
+    total = sum([n * x for t, n in own for _, x in t.reduce])
+    if not total or not overlap:
+        return total, total
+    window = sum([n * t.backward for t, n in own]) - max([t.backward for t, _ in own])
+    return total, max(total - window, total / max(1, sum([n for _, n in own])))
 
 
 def shared_cores(busy: Sequence[float], seconds: float, per_core: float) -> float:
