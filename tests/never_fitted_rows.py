@@ -1,4 +1,4 @@
-"""Public kernel and collective measurements of devices on which no constant was fitted, as facts with their pages.
+"""Public kernel and collective measurements on which no constant was fitted, as facts with their pages.
 
 Whole tables, as far as they were to be had; what is left out of one is said beside it. Of a kernel a table gives
 TFLOP/s, seconds or bytes/s; here all are seconds.

@@ -1,4 +1,4 @@
-"""Kernels and collectives of devices on which nothing was fitted, against public tables (``never_fitted_rows``).
+"""Kernels and collectives on which nothing was fitted, against public tables (``never_fitted_rows``).
 
 Bounds are goals that were set before the rows were looked up; a class that misses one fails strictly. Predicted is as
 for a user who names the device: by the catalog's constants of its architecture. Tables of single launches have a floor,
