@@ -158,7 +158,7 @@ def _merge_projections(b: Block) -> None:
         "mlp.experts.gate_up_proj": ["mlp.experts.gate_proj", "mlp.experts.up_proj"],
     }
     for name, parts in groups.items():
-        adapters = tuple(f"{p}.{kind}_" for p in parts for kind in ("lora", "adapter"))
+        adapters = tuple(f"{p}.{kind}" for p in parts for kind in ("lora_", "adapter_"))
         adapted = any(op.name.startswith(adapters) for op in b.forward)
         if adapted or sum(op.name in parts for op in b.forward) < 2:
             continue
