@@ -33,13 +33,15 @@ from ridgeline.spec.efficiency import Efficiency
 from ridgeline.validate.samples import OPERATORS, samples
 
 DEVICES = {"a100-80g-sxm": "ampere", "h100-sxm": "hopper", "l40s": "ada"}
+_KERNEL = ("splits", "pack", "transpose", "rows", "narrow")
+"""What is known of a device's decode kernels."""
 _FLASH_2 = {"pack": 2e-6, "transpose": 5e-6}
 KNOWN: dict[str, dict] = {
     "ampere": {
         "l2_gain": 1.5, "l2_share": 0.75, "decode": {"flash": {**_FLASH_2, "splits": "shared"}},
         "collective": {"nvls_share": 0.0, "nvls_latency": 0.0},
     },
-    "hopper": {"l2_gain": 1.3, "l2_share": 0.7},
+    "hopper": {"l2_gain": 1.3, "l2_share": 0.7, "decode": {"flash": {"rows": 128}, "flash.fp8": {"narrow": True}}},
     "ada": {
         "l2_gain": 3.5, "l2_share": 0.95, "gemm": {"fp8": {"vector_rows": 8}},
         "prefill": {"trtllm.fp8": {"narrow": "queries"}},
@@ -49,7 +51,8 @@ KNOWN: dict[str, dict] = {
 }  # fmt: skip
 """What sets an architecture apart and is not fitted row by row: how fast and how whole its last-level cache is, whether
 a switch sums, which kernels its libraries have. FlashAttention-2 packs query heads by rearranging them, and splits keys
-on Ampere only where heads share them; TensorRT-LLM on Ada multiplies up to eight rows in 8 bits on the vector units,
+on Ampere only where heads share them; FlashAttention-3's tiles have 128 rows (``hopper/tile_size.h``), and it takes
+queries of the cache's dtype only; TensorRT-LLM on Ada multiplies up to eight rows in 8 bits on the vector units,
 and does not split an 8-bit cache."""
 HEADER = """# {name}: constants of operator and collective times (see ridgeline/spec/efficiency.py for each)
 #
@@ -169,7 +172,7 @@ def moved(e: Efficiency, target: Device) -> Efficiency:
         for k, c in e.prefill.items() if k in other.prefill
     }  # fmt: skip
     decode_table = {
-        k: c.model_copy(update={n: getattr(other.decode[k], n) for n in ("splits", "pack", "transpose")})
+        k: c.model_copy(update={n: getattr(other.decode[k], n) for n in _KERNEL})
         for k, c in e.decode.items() if k in other.decode
     }  # fmt: skip
     cache = {"l2_gain": other.l2_gain, "l2_share": other.l2_share}

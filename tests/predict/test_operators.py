@@ -213,6 +213,20 @@ def test_decode_gains_from_shared_heads_and_from_splits():
     assert seconds(apart) > 4 * seconds(shared)
 
 
+def test_a_tile_of_queries_costs_the_same_however_full_it_is():
+    """An H20 has little peak for its memory: it waits for the products of whole tiles, of 128 rows, or of 64 where the
+    values are the keys."""
+    h20 = catalog.device("h20")
+
+    def took(device, heads, q, **options):
+        return seconds(attention(128, heads, 1, q, 4096, dim=512, **options), device)
+
+    assert took(h20, 16, 1) == took(h20, 16, 8) == took(h20, 128, 1)
+    assert took(h20, 16, 9) == pytest.approx(2 * took(h20, 16, 8), rel=0.05)
+    assert took(h20, 16, 5, kernel="latent") == pytest.approx(2 * took(h20, 16, 4, kernel="latent"), rel=0.05)
+    assert took(catalog.device("h100"), 16, 8) == pytest.approx(took(catalog.device("h100"), 16, 1), rel=0.05)
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 64), st.sampled_from([1, 2, 8, 32]), st.integers(1, 16384))
 def test_longer_contexts_never_help(batch, kv_heads, kv):

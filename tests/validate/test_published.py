@@ -19,7 +19,7 @@ PTDP, PTD_OPEN, DEEPSPEED, HOPPER = 0.015, 0.017, 0.125, 0.017
 """docs/accuracy.md, runs of papers: Megatron-LM's scaling, beside ZeRO-3, ZeRO-3, and Nemotron-4 340B. ZeRO-3 was
 within 0.098 with hops of 8 us between nodes: its rings over 48 to 280 nodes pay for each of them, and small all-reduces
 of two nodes, which were measured, want 14."""
-FP8_HOPPER, FP8_BLACKWELL = 0.040, 0.068
+FP8_HOPPER, FP8_BLACKWELL = 0.040, 0.064
 """docs/accuracy.md: fp8 on H100, and on B200 and GB200, none of them fitted."""
 
 STUDY = {  # arXiv:2205.05198, table 5: seconds of an iteration with full recomputation, and as the paper proposes

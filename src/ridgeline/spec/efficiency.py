@@ -66,6 +66,8 @@ class GemmConstants(_Constants):
     load_bytes_per_clock: float = 1e9
     """Bytes of operands per clock that reach one processor from the cache: what small tiles wait for, which load more
     per multiplication."""
+    hidden_store: bool = False
+    """Whether one tile is written while the next one is multiplied: tensor memory holds the sums of both."""
     port: float = 1.0
     """What one processor draws from the cache and stores, relative to the usual bytes per clock."""
     tile_rows: float = 1.0
@@ -108,6 +110,9 @@ class PrefillConstants(_Constants):
     tensor_rate: float = 0.0
     """FLOP per clock and processor of the device that ``softmax_clocks`` was fitted on. Where products run faster,
     kernels have been rewritten to hide the rest behind them in proportion; 0: they have not."""
+    asynchronous: bool = False
+    """Whether, in forward, the products of one tile run beside the exponentials of another, so that the slower of the
+    two takes all time; ``softmax_clocks`` is then all of theirs, not what products leave over."""
     narrow: Literal["", "queries", "cache"] = ""
     """Products run in 8 bits never, where queries and cache are 8 bits wide, or where the cache alone is."""
     block: float = 0.0
@@ -142,6 +147,10 @@ class DecodeConstants(_Constants):
     """Achievable share of the memory bandwidth."""
     tile: float = 1.0
     """Keys read at least, per sequence and head."""
+    rows: PositiveInt = 16
+    """Rows of the tile that the queries of one key head fill, in part: the tensor cores multiply all of them."""
+    narrow: bool = False
+    """Whether products run in the cache's 8 bits, for the kernel takes no queries of another width."""
     slots: float = 1.0
     """Blocks that one processor runs at a time."""
     block: float = 0.0

@@ -209,12 +209,17 @@ def resolve(e: Experiment, ask: Ask | None = None) -> tuple[Experiment, list[Tec
     predicted with its defaults. ``ask`` is the predictor; an engine has none, and takes resolved experiments. Raises
     :class:`Incompatible` if no choice is feasible, and for an open choice without a predictor.
     """
-    e = normalize(e)
-    for t in techniques_of(e.plan):
+    given = e = normalize(e)
+    techniques = techniques_of(e.plan)
+    for t in techniques:
         chosen = t.settled(e, ask or _unsettled)
         if chosen is not t:
             e = chosen.placed(e)
-    return e, check(e)
+    if e is not given:
+        techniques = techniques_of(e.plan)
+    check_places(e)
+    check_techniques(e, techniques)
+    return e, techniques
 
 
 def _unsettled(e: Experiment) -> Result:

@@ -4,7 +4,8 @@ Prefill (FlashAttention-2, arXiv:2307.08691): a block of 128 queries processes t
 masked half of a causal product is skipped. Decode (flash-decoding): each thread block reads a range of one sequence's
 keys and values for all query heads that share them; the ranges are split until all processors are busy. TensorRT-LLM's
 decode kernels share key heads among at most 32 query heads (XQA); beyond that, and without sharing, every query head
-reads its own (MMHA).
+reads its own (MMHA). The query heads and tokens of one key head are rows of a tile of fixed height, all of which the
+tensor cores multiply: where their peak is low for the memory's bandwidth, as on an H20, that takes the time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from math import ceil
 
 from ridgeline.graph.graph import LATENT
 from ridgeline.predict.machine import Machine
-from ridgeline.predict.operators.gemm import GemmTime, bounded, constants, gemm_time, overlapped
+from ridgeline.predict.operators.gemm import GemmTime, bounded, constants, gemm_time, lasting_clock, overlapped
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.efficiency import DecodeConstants, PrefillConstants
 
@@ -27,8 +28,11 @@ _OVERLAP, _DECODE_OVERLAP = 1.2, 2.0
 """Exponent p of ``(compute^p + memory^p)^(1/p)``."""
 _MEMORY_SHARE = 0.85
 """Fraction of the memory bandwidth that a prefill reaches."""
-_PACKED_ROWS, _PACKED_SHARE = 16, 0.6
-"""Rows of the tile that the query heads of one key head partly fill, and the fraction of the tensor peak it reaches."""
+_LATENT_ROWS = 64
+"""Rows of a tile in kernels whose values are their keys: ``BLOCK_SIZE_M`` of deepseek-ai/FlashMLA, and of
+FlashAttention-3 for values of 512."""
+_PACKED_SHARE = 0.88
+"""Fraction of the tensor peak at which a decode multiplies such tiles, as a prefill does."""
 _APART_SHARE = 0.15
 """The same for a kernel in which every query head is computed separately, on the vector units."""
 _CHUNK = 128
@@ -70,12 +74,20 @@ def attention_time(
         decode_table = m.efficiency.decode
         name = kernel if kernel in decode_table else "flash"
         chosen = decode_table.get(f"{name}.fp8") if narrow else None
-        each = DTYPE_BYTES[kv] * (0.5 if library == LATENT else 1.0)  # values that are the keys are not read again
-        return decode(m, chosen or decode_table[name], shape, each, kernel == "mmha", dtype, reuse)
+        c, each = chosen or decode_table[name], DTYPE_BYTES[kv]
+        if library == LATENT:  # values that are the keys are not read again
+            c, each = _latent(c), 0.5 * each
+        return decode(m, c, shape, each, kernel == "mmha", kv if c.narrow else dtype, reuse)
     table = m.efficiency.prefill
     name = library if library in table else "flash"
     given = table.get(f"{name}.fp8") if narrow else None
     return prefill(m, given or table[name], shape, causal, dtype, backward)
+
+
+@lru_cache
+def _latent(c: DecodeConstants) -> DecodeConstants:
+    """The constants of a kernel whose values are its keys, which it converts to 16 bits where they are narrower."""
+    return c.model_copy(update={"rows": min(c.rows, _LATENT_ROWS), "narrow": False})
 
 
 def _unrolled(m: Machine, shape: tuple[int, ...], causal: bool, dtype: str, backward: bool) -> GemmTime:
@@ -108,7 +120,13 @@ def prefill(
     softmax = c.softmax_clocks * area / (_BLOCK * _BLOCK)
     if c.tensor_rate:
         softmax *= min(1.0, c.tensor_rate * m.clock / rate)
-    tile = 4.0 * area * dim / (rate * c.tensor_share) * factor + (2.0 if backward else 1.0) * softmax / m.clock
+    lasting = lasting_clock(m)
+    products = 4.0 * area * dim / (rate * c.tensor_share * lasting) * factor
+    exponentials = (2.0 if backward else 1.0) * softmax / m.clock
+    if not c.asynchronous:
+        tile = products + exponentials / lasting
+    else:  # while the tensor cores wait, which draw the power, nothing slows the exponentials
+        tile = products + exponentials if backward else max(products, exponentials)
     if causal:  # block i of n sees everything before it and itself
         before = max(0, kv_len - q_len) / _BLOCK
         longest = before + count * width / _BLOCK
@@ -151,8 +169,9 @@ def decode(
     if apart:  # from the cache, where the first query head left it
         memory += batch * (heads - kv_heads) * kv_len * per_key / m.l2_bandwidth
     streams = batch * (heads if apart else kv_heads)
-    rows, share = (heads, _APART_SHARE) if apart else (kv_heads * max(_PACKED_ROWS, heads // kv_heads), _PACKED_SHARE)
-    math = 4.0 * batch * rows * q_len * kv_len * dim / (m.peak(_math(dtype)) * share)
+    packed = kv_heads * c.rows * ceil(heads // kv_heads * q_len / c.rows)
+    rows, share = (heads * q_len, _APART_SHARE) if apart else (packed, _PACKED_SHARE)
+    math = 4.0 * batch * rows * kv_len * dim / (m.peak(dtype if c.narrow else _math(dtype)) * share)
     slots = m.units * c.slots
     one_draws = c.draw_bytes_per_clock * m.clock
     p, slow = _DECODE_OVERLAP, m.slow
@@ -162,8 +181,7 @@ def decode(
         waves = streams * split / slots
         waves = waves + _WAVE * (ceil(waves) - waves) if waves > 1 else 1.0
         block = waves * (slow * c.block + max(kv_len / split, 16.0) * per_key / one_draws)
-        high = max(memory, math, block)
-        t = high * ((memory / high) ** p + (math / high) ** p + (block / high) ** p) ** (1.0 / p)
+        t = max(overlapped(memory, block, p), math)
         if split > 1:
             t += slow * c.split + split * batch * heads * dim * 8.0 / m.l2_bandwidth
         if t < best:

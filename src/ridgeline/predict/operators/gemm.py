@@ -118,7 +118,7 @@ def tiled(
             waves = blocks / units
             waves = waves + c.wave * (ceil(waves) - waves) if waves > 1 else 1.0
             deep = ceil(k / (split * _K_STEP)) * _K_STEP
-            compute = waves * (deep * per_k + finish)
+            compute = waves * max(deep * per_k, finish) + finish if c.hidden_store else waves * (deep * per_k + finish)
             drawn = max(memory, moved / (min(blocks, units) * draw))
             t = overlapped(compute, drawn, p) + slow * _FILL * min(waves, 2.0)
             if split > 1:
@@ -162,6 +162,12 @@ def _share(m: Machine, c: GemmConstants, peak: float) -> float:
     if not c.power or not watts:
         return c.share
     return min(max(c.share, c.share_limit), c.share * math.sqrt(watts / peak / c.power))
+
+
+def lasting_clock(m: Machine) -> float:
+    """The clock that the power limit leaves the tensor cores, relative to the device that the constants are of."""
+    c = constants(m, "bf16")
+    return _share(m, c, m.peak("bf16")) / c.share
 
 
 def quantize_time(m: Machine, c: GemmConstants, elements: float) -> float:

@@ -39,8 +39,6 @@ class InStepFactors(NamedTuple):
     """Seconds that the host takes to launch one operator; the device waits when it is faster."""
     sustained: float = 1.0
     """Share of the peak that matrix products sustain at the power limit."""
-    clock: float = 1.0
-    """Clock at the power limit, relative to that of the cards for which the factors of fused attention hold."""
     spread: float = 0.0
     """Relative standard deviation of one rank's step time: a step ends with the slowest of its ranks."""
 
@@ -48,8 +46,6 @@ class InStepFactors(NamedTuple):
         """Seconds of an operator that takes ``alone`` by itself."""
         name = group(op.kind, op.kernel)
         took: float = alone * getattr(self, name) if name else alone
-        if op.kind == "attention":
-            took /= self.clock
         if name == BIASED and op.shape and op.shape[-1] <= NARROW:
             took *= self.narrow
         if name == BIASED and device.architecture.lower() in AFTER_AMPERE:  # no faster there than the second generation
@@ -118,8 +114,7 @@ def training_factors(cluster: Cluster, fused: bool) -> InStepFactors:
     if device.rates:
         return ALONE._replace(spread=TRAINING.spread)
     alone = cluster.size == 1 and device.architecture == "hopper"
-    share = sustained_share(device, alone)
-    hot = TRAINING._replace(sustained=share, clock=min(1.0, share / (_HOT_ALONE if alone else _HOT)))
+    hot = TRAINING._replace(sustained=sustained_share(device, alone))
     if fused:  # ours were measured on one Hopper GPU, where they take as long in a step as by themselves
         return hot._replace(pointwise=1.0 if alone else TRAINING.fused, dispatch=FUSED_DISPATCH)
     return hot
@@ -133,8 +128,8 @@ def sustained_share(device: Device, alone: bool = False) -> float:
     of Llama 3 405B at 8192 tokens (arXiv:2407.21783, table 4) and Nemotron-4 340B (arXiv:2406.11704, table 2), in which
     it stands for what else thousands of GPUs lose. ``alone``: 0.72, of products in steps of Llama 3.2 1B on one H100
     at 690 W for ten seconds (``benchmarks/results/gpu_h100/earlier_calls.json``). A card of less power loses by its
-    square root: dynamic power grows with the square of the clock or faster, as voltage does. So does fused attention,
-    which is taken to be as hot as the products.
+    square root: dynamic power grows with the square of the clock or faster, as voltage does. The time of fused
+    attention by itself has that already.
     """
     peak = device.peak_flops.get("bf16", 0.0)
     usual = _FLOPS_PER_JOULE.get(device.architecture)

@@ -139,7 +139,7 @@ def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> floa
         return timed.seconds
     took: float
     _, _, known, took = op.timed
-    if known != factors:
+    if known is not factors and known != factors:
         took = factors.seconds(op, timed.seconds, cluster.device)
         keep_time(op, (cluster, timed, factors, took))  # the breakdown needs it again
     return took
@@ -336,20 +336,19 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     exposed = communication = slowed = inline = waited = 0.0
     for t in known.values():
         t.late_forward, t.late_backward = _late(t.gather_forward, t.forward), _late(t.gather_backward, t.backward)
-    for stage in stages:
-        f = sum(n * (t.forward + t.forward_inline + t.late_forward) for t, n in stage)
-        b = sum(n * (t.backward + t.backward_inline + t.late_backward) for t, n in stage)
-        w = sum(n * t.weight for t, n in stage) if pipe.schedule == "zero_bubble" else 0.0
+    keys = [tuple([(id(t), n) for t, n in stage]) for stage in stages]
+    alike = dict(zip(keys, stages, strict=True))  # most are
+    known_stages = {key: _of_stage(stage, pipe.schedule == "zero_bubble") for key, stage in alike.items()}
+    for key in keys:
+        f, b, w, sums = known_stages[key]
         forward.append(f)
         backward.append(b - w)
         weight.append(w)
-        for t, n in stage:
-            held = t.forward_inline + t.backward_inline
-            late = t.late_forward + t.late_backward
-            inline += n * held
-            exposed += n * (held + late)
-            communication += n * (held + sum(x for _, x in (*t.gather_forward, *t.gather_backward)))
-            waited += n * t.dispatch
+        for held, late, sent_by, host in sums:
+            inline += held
+            exposed += late
+            communication += sent_by
+            waited += host
     each = g.accumulation / ranks
     hops = [*_apart(places), between] if between else [cluster]  # the slowest of all hops stands for each
     send = max(collective_time(pipe.send, hop).seconds for hop in hops) if pipe.send else 0.0
@@ -367,11 +366,13 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     ends = [end * shrink for end in timeline.ends]
     s = _streams(cluster, record)
     tails, sent = [], 0.0
+    reduced: dict[tuple[tuple[tuple[int, int], ...], ...], tuple[float, float]] = {}
     for r in range(ranks):
-        own = [pair for i in range(r, ranks * chunks, ranks) for pair in stages[i]]
-        total = sum(n * x for t, n in own for _, x in t.reduce)
-        window = sum(n * t.backward for t, n in own) - max(t.backward for t, n in own)
-        tails.append(total if not g.overlap_reduce else max(total - window, total / max(1, sum(n for _, n in own))))
+        mine = tuple(keys[r::ranks])
+        if mine not in reduced:
+            reduced[mine] = _reductions([pair for stage in stages[r::ranks] for pair in stage], g.overlap_reduce)
+        total, tail = reduced[mine]
+        tails.append(tail)
         sent += total / ranks
     slowest = max(range(ranks), key=lambda r: ends[r] + tails[r])
     end = ends[slowest] + tails[slowest]
@@ -393,6 +394,30 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     communication = communication * each + sent + s.communication
     bubble = max(0.0, ends[slowest] - busy)
     return TimedStep(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each)
+
+
+def _of_stage(stage: list[tuple[BlockTimes, int]], apart: bool) -> tuple[float, float, float, list[tuple[float, ...]]]:
+    """Seconds of a stage in forward, in backward and, if these run apart, for the gradients of weights; and of each of
+    its blocks those of collectives inside, of exposed ones, of all, and of waiting for the host."""
+    f = sum(n * (t.forward + t.forward_inline + t.late_forward) for t, n in stage)
+    b = sum(n * (t.backward + t.backward_inline + t.late_backward) for t, n in stage)
+    w = sum(n * t.weight for t, n in stage) if apart else 0.0
+    sums: list[tuple[float, ...]] = []
+    for t, n in stage:
+        held = t.forward_inline + t.backward_inline
+        late = t.late_forward + t.late_backward
+        sent = held + sum(x for _, x in (*t.gather_forward, *t.gather_backward))
+        sums.append((n * held, n * (held + late), n * sent, n * t.dispatch))
+    return f, b, w, sums
+
+
+def _reductions(own: list[tuple[BlockTimes, int]], overlap: bool) -> tuple[float, float]:
+    """Seconds of the reductions of a rank's blocks, and of those that outlast its last backward pass."""
+    total = sum([n * x for t, n in own for _, x in t.reduce])
+    if not total or not overlap:
+        return total, total
+    window = sum([n * t.backward for t, n in own]) - max([t.backward for t, _ in own])
+    return total, max(total - window, total / max(1, sum([n for _, n in own])))
 
 
 def shared_cores(busy: Sequence[float], seconds: float, per_core: float) -> float:

@@ -158,13 +158,15 @@ def _merge_projections(b: Block) -> None:
         "mlp.experts.gate_up_proj": ["mlp.experts.gate_proj", "mlp.experts.up_proj"],
     }
     for name, parts in groups.items():
-        adapted = any(op.name.startswith((f"{p}.lora_", f"{p}.adapter_")) for op in b.forward for p in parts)
+        adapters = tuple(f"{p}.{kind}" for p in parts for kind in ("lora_", "adapter_"))
+        adapted = any(op.name.startswith(adapters) for op in b.forward)
         if adapted or sum(op.name in parts for op in b.forward) < 2:
             continue
         b.forward = _merge(b.forward, parts, name, 1)
         b.backward = _merge(b.backward, [f"{p}.dx" for p in parts], f"{name}.dx", 2)
         b.backward = _merge(b.backward, [f"{p}.dw" for p in parts], f"{name}.dw", 0)
-        b.backward = [op for op in b.backward if op.name not in {f"{p}.accumulate" for p in parts}]
+        accumulated = {f"{p}.accumulate" for p in parts}
+        b.backward = [op for op in b.backward if op.name not in accumulated]
         once = {f"{p}.quantize{peaks}" for p in parts[1:] for peaks in _PEAKS}  # they read the same input
         b.forward = [op for op in b.forward if op.name not in once]
         for peaks in _PEAKS:
@@ -172,8 +174,8 @@ def _merge_projections(b: Block) -> None:
             for cast in ("dx.quantize", "dx.encode_weight"):
                 b.backward = _join(b.backward, [f"{p}.{cast}{peaks}" for p in parts])
         b.backward = _join(b.backward, [f"{p}.dw.wide" for p in parts])
-        b.backward = [changed(op, behind=f"{name}.dx") if op.behind in {f"{p}.dx" for p in parts} else op
-                      for op in b.backward]  # fmt: skip
+        inputs = {f"{p}.dx" for p in parts}
+        b.backward = [changed(op, behind=f"{name}.dx") if op.behind in inputs else op for op in b.backward]
         renamed = {f"{p}.{d}": f"{name}.{d}" for p in parts for d in ("dw", "dx")}
         for key, s in b.saved.items():
             b.saved[key] = replace(s, users=frozenset(renamed.get(u, u) for u in s.users))
@@ -235,7 +237,9 @@ def _join(ops: list[Op], names: list[str]) -> list[Op]:
     if len(found) < 2:
         return ops
     whole = changed(found[0], bytes=sum(op.bytes for op in found))
-    return [whole if op is found[0] else op for op in ops if op is found[0] or op not in found]
+    first = found[0]
+    return [whole if op is first else op for op in ops
+            if op is first or op.name not in names or op.kind != "cast"]  # fmt: skip
 
 
 def _fuse_elementwise(b: Block) -> None:
