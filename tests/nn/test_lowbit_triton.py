@@ -9,8 +9,9 @@ from tests.nn.interpreter import DEVICE
 from tests.nn.test_packed_linear import record, rows
 
 from ridgeline.nn.kernels import lowbit_matmul
-from ridgeline.nn.kernels.lowbit_matmul import MANY_ROWS, lowbit_product
-from ridgeline.nn.quant.codes import Stripes
+from ridgeline.nn.kernels.lowbit_matmul import MANY_ROWS, float8_product, lowbit_product
+from ridgeline.nn.quant.codec import E4M3
+from ridgeline.nn.quant.codes import Stripes, counters
 
 
 def product(x, codes, bias=None, dtype=None):
@@ -108,3 +109,53 @@ def test_whole_numbers_are_multiplied_exactly():
     q = torch.randint(-127, 128, (MANY_ROWS + 1, 64), generator=torch.Generator().manual_seed(3)).bfloat16()
     close = 1e-5 if DEVICE == "cpu" else 2e-3
     assert off(product(q, Stripes(p), dtype=torch.float32), F.linear(q.double(), p.dense(torch.float64))) < close
+
+
+def test_all_float8_codes_are_widened_exactly():
+    """NaN apart, which no weight is: a row of each code times the first unit vector, also from its place in a word."""
+    for dtype in (torch.bfloat16, torch.float16):
+        codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(256, 16).to(DEVICE)
+        codes[127], codes[255] = 0, 0
+        x = torch.eye(16, dtype=dtype)[:8].to(DEVICE)
+        arrived = counters(256, codes.device)
+        got = float8_product(x, codes.view(E4M3), torch.ones(256, 1, device=DEVICE), arrived)
+        assert torch.equal(got.float(), codes.view(E4M3).float().T[:8])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k"), [(2, 70, 272), (8, 16, 1024), (9, 200, 528), (40, 33, 128), (129, 24, 144)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_float8_codes(dtype, m, n, k, biased):
+    """Few rows, more, whose inputs are divided, and those of an expanded weight, which is rounded; odd sizes, and each
+    output with a scale of its own, from 2^-12 to 1."""
+    codes, scales, bias = float8(n, k)
+    x, arrived = rows(m, k).to(DEVICE, dtype), counters(n, codes.device)
+    got = float8_product(x, codes, scales, arrived, bias.to(dtype) if biased else None)
+    assert (got.shape, got.dtype) == ((m, n), dtype)
+    assert not arrived.any()
+    w = codes.double() * scales.double()
+    want = F.linear(x.double(), w, bias.to(dtype).double() if biased else None)
+    added = F.linear(x.double().abs(), w.abs(), bias.abs().double())
+    eps = torch.finfo(dtype).eps  # of the result, which the interpreter truncates; and half of it of each weight
+    most = eps * want.abs() + (2.0**-20 + (eps / 2 if m > MANY_ROWS else 0)) * added
+    assert ((got.double() - want).abs() <= most).all()
+
+
+def test_nan_among_float8_codes_stays_in_its_output():
+    """Such a code is no weight: what it makes is a number, and of its own output alone."""
+    codes, scales, _ = float8(20, 64)
+    x = rows(5, 64).to(DEVICE, torch.bfloat16)
+    want = float8_product(x, codes, scales, counters(20, codes.device))
+    codes.view(torch.uint8)[3, 5] = 127
+    got = float8_product(x, codes, scales, counters(20, codes.device))
+    assert torch.equal(got[:, [0, 1, 2, *range(4, 20)]], want[:, [0, 1, 2, *range(4, 20)]])
+    assert got.isfinite().all()
+
+
+def float8(n, k):
+    """Codes of a weight [n, k], a scale for each row, and a bias."""
+    g = torch.Generator().manual_seed(n)
+    codes = torch.randint(0, 256, (n, k), generator=g, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 0
+    scales = torch.logspace(-12, 0, n, 2.0).view(n, 1)
+    return codes.view(E4M3).to(DEVICE), scales.to(DEVICE), torch.randn(n, generator=g).to(DEVICE)
