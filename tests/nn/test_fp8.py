@@ -319,6 +319,30 @@ def test_what_differs_is_not_joined():
     assert not fused._served_together(hooked)
 
 
+def test_an_experts_input_is_cast_once(monkeypatch):
+    """Gate and up projection of an expert are one product of a served model, and its outputs stay what they were."""
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(fp8, "has_float8", lambda device: True)
+    made = model("mixtral-tiny", dtype=torch.float32)
+    fp8.store_experts(made)
+    experts = next(iter(made.layers.values())).mlp.experts
+    torch.manual_seed(0)
+    x, counts = torch.randn(12, made.spec.hidden_size), [5, 0, 3, 4]
+    cast = []
+    inner = codec.layouts
+    monkeypatch.setattr(fp8, "layouts", lambda t, *a: cast.append(tuple(t.shape)) or inner(t, *a))
+    with torch.inference_mode():
+        given = x.clone()
+        want = experts(given, counts)
+        assert len(cast) == 9
+        fused.join_served(made)
+        cast.clear()
+        got = experts(given, counts)
+    assert cast == [(n, width) for n in (5, 3, 4) for width in (made.spec.hidden_size, made.spec.intermediate_size)]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("fields", [{}, {"moe_bias": True}, {"gated": False, "activation": "relu"}])
 def test_stored_experts_are_within_the_rounding_of_e4m3(fields):
     made = model("mixtral-tiny", dtype=torch.float32, **fields)
