@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.nn.interpreter import DEVICE
 from tests.nn.test_packed_linear import record, rows
 
-from ridgeline.nn.kernels import lowbit_matmul
+from ridgeline.nn.kernels import e4m3, lowbit_matmul
 from ridgeline.nn.kernels.lowbit_matmul import MANY_ROWS, float8_product, lowbit_product
 from ridgeline.nn.quant.codec import E4M3
 from ridgeline.nn.quant.codes import Stripes, counters
@@ -111,8 +111,55 @@ def test_whole_numbers_are_multiplied_exactly():
     assert off(product(q, Stripes(p), dtype=torch.float32), F.linear(q.double(), p.dense(torch.float64))) < close
 
 
+@pytest.mark.parametrize(("assembly", "dtype"), [(e4m3.TO_BF16, torch.bfloat16), (e4m3.TO_F16, torch.float16)])
+def test_assembly_widens_all_float8_codes_exactly(assembly, dtype):
+    """What Triton's interpreter does not run: the instructions one by one (PTX ISA), from every place in a word. NaN
+    becomes the number beyond the largest."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    for place in range(4):
+        given = torch.stack([codes.roll(i - place) for i in range(4)], 1).contiguous()
+        assert torch.equal(given[:, place], codes)
+        low, high = carried_out(assembly.value, given.view(torch.int32).flatten().long() & ONES, dtype)
+        got = torch.stack([low, high], 1).to(torch.int32).view(dtype).float()
+        want = given.view(E4M3).float()
+        want = torch.where((given & 127) == 127, torch.where(given == 127, 480.0, -480.0), want)
+        assert torch.equal(got, want)
+        assert torch.equal(got.signbit(), want.signbit())
+
+
+ONES = (1 << 32) - 1
+
+
+def carried_out(assembly, word, dtype):
+    """Results of some of PTX's instructions, of registers as int64 tensors."""
+    held = {"$2": word}
+    plain = {"shr.u32": torch.bitwise_right_shift, "and.b32": torch.bitwise_and, "mov.b32": torch.clone}
+
+    def value(name):
+        return held[name] if name in held else torch.full_like(word, int(name, 0))
+
+    for line in filter(None, (part.strip(" {}\n") for part in assembly.split(";"))):
+        op, _, rest = line.partition(" ")
+        if op == ".reg":
+            continue
+        to, *names = (name.strip() for name in rest.split(","))
+        given = [value(name) for name in names]
+        if op == "prmt.b32":
+            sources = [(g >> 8 * i) & 255 for g in given[:2] for i in range(4)]
+            held[to] = sum(sources[(int(names[2], 0) >> 4 * i) & 7] << 8 * i for i in range(4))
+        elif op.startswith("fma.rn."):
+            a, b, c = (g.to(torch.int32).unsqueeze(1).view(dtype).double() for g in given)
+            held[to] = (a * b + c).to(dtype).view(torch.int32).flatten().long() & ONES
+        elif op == "lop3.b32":
+            assert names[3] == "0xea"
+            held[to] = given[0] & given[1] | given[2]
+        else:
+            held[to] = plain[op](*given)
+    return held["$0"], held["$1"]
+
+
 def test_all_float8_codes_are_widened_exactly():
-    """NaN apart, which no weight is: a row of each code times the first unit vector, also from its place in a word."""
+    """NaN apart, which no weight is: each code times each of eight unit vectors."""
     for dtype in (torch.bfloat16, torch.float16):
         codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(256, 16).to(DEVICE)
         codes[127], codes[255] = 0, 0

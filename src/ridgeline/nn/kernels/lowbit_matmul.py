@@ -100,8 +100,8 @@ BYTES_BF16 = tl.constexpr(_BYTES)
 @triton.jit
 def _centered(held, center, AT: tl.constexpr, BITS: tl.constexpr, CENTERED: tl.constexpr, ASSEMBLY: tl.constexpr,
               dtype: tl.constexpr):  # fmt: skip
-    """Code ``AT`` of each of the words, minus ``center`` (broadcastable fp32), in ``dtype``, exactly; or the number that
-    a byte stands for in e4m3."""
+    """Code ``AT`` of each of the words, minus ``center`` (broadcastable fp32), in ``dtype``, exactly; of bytes the
+    numbers that they stand for in e4m3."""
     MASK: tl.constexpr = (1 << BITS) - 1
     if held.dtype == tl.uint8:
         return widened(held, dtype)
@@ -174,8 +174,9 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
            EVEN_K: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
            EARLY: tl.constexpr = False):  # fmt: skip
-    """``GROUP``: inputs with one scale; 0: all of a row. ``RUN``: those of a block in one group, whole stripes. ``WORDS``: of a stripe that are taken at a time.
-    ``per_split``: blocks of a program, each ``WORDS`` words of every row."""
+    """``GROUP``: inputs with one scale; 0: all of a row. ``RUN``: those of a block in one group, whole stripes.
+    ``WORDS``: of a stripe that are taken at a time. ``per_split``: blocks of a program, each ``WORDS`` words of every
+    row."""
     PER: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // BITS
     BLOCK: tl.constexpr = STRIPE * PER
     STRIPES: tl.constexpr = RUN // STRIPE
@@ -443,7 +444,8 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         _few[blocks(n, FEW_OUTPUTS),](
             x, words, scale, words if zero is None else zero, y if bias is None else bias, y, m, n, k, row_words,
             scale.stride(0), len(scale), bits, float(center), zero is not None, bias is not None, group,
-            held.run, stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0, even, one, pairs, isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS,
+            held.run, stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0, even, one, pairs,
+            isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS,
             FEW_STAGES[bits], AHEAD, num_warps=FEW_WARPS,
         )  # fmt: skip
         return y

@@ -249,7 +249,7 @@ def join_served(model: Transformer) -> None:
             module.expand = partial(expand_merged, known=_Known(parts)) if merged else module.expand
         elif isinstance(module, PackedExperts) and module.activation == "silu" and module.gate_proj is not None:
             pairs = [list(pair) for pair in zip(module.gate_proj, module.up_proj, strict=True)]
-            merged = module.gate_bias is module.up_bias is None and all([_served_together(pair) for pair in pairs])
+            merged = module.gate_bias is module.up_bias is None and all(map(_served_together, pairs))
             known = [_Known(pair) for pair in pairs] if merged else []
             module.expand = partial(expand_merged_expert, known=known) if merged else module.expand
         else:
