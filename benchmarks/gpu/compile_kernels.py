@@ -197,6 +197,17 @@ def products() -> Iterator[Case]:
 
         label = f"row {out}x{width} fp8{' + bias' if biased else ''}{' gated' if gated else ''}"
         yield Case(label, coded, (out, width) in ((28672, 4096), (1152, 912)))
+    for rows, (out, width), dtype in (
+        *((m, (4096, 4096), BF16) for m in (2, 8, 16, 64, 512)), (8, (28672, 4096), BF16), (64, (14336, 4096), F16),
+        (12, (1040, 912), BF16),
+    ):  # fmt: skip
+
+        def several(rows=rows, out=out, width=width, dtype=dtype):
+            lowbit_matmul.float8_product(e(rows, width, dtype=dtype), e(out, width, dtype=E4M3), e(out, 1, dtype=F32),
+                                         e(out, dtype=I32))  # fmt: skip
+
+        label = f"fp8 rows={rows} {out}x{width} {NAMES[dtype]}"
+        yield Case(label, several, (out, width) == (4096, 4096) and rows in (8, 16, 512))
     for bits, rows, (out, width), dtype, zero, group in (
         *((4, m, (4096, 4096), BF16, False, 128) for m in (1, 4, 16, 64, 512, 4096)),
         (4, 1, (4096, 14336), F16, True, 128), (4, 64, (14336, 4096), F16, True, 128),

@@ -131,6 +131,26 @@ def test_a_float8_code_takes_few_instructions(hopper):
     assert found["loop"] / (2 * 64 * 64 / (32 * found["warps"])) < 2 * most(3)
 
 
+@pytest.mark.parametrize(("capability", "cycle"), [(80, 2039 / 108 / 1.41), (90, 3350 / 132 / 1.755)])
+def test_several_rows_of_float8_weights_take_few_instructions(hopper, tmp_path, capability, cycle):
+    """Half of the bytes' time at most to issue, on an A100 too, which converts codes by shifts: ``cycle`` is what a
+    processor's share of the bandwidth brings in one, in bytes. Codes are copied ahead, 128 bits at a time."""
+    given = ("--only", "fp8 rows", "--quick", "--capabilities", str(capability))
+    rows = hopper if capability == 90 else compiled(tmp_path, *given)
+    few, more, all_of_it = (only(rows, f"fp8 rows={n} ", k) for n, k in ((8, "_few"), (16, "_tiles"), (512, "_expand")))
+
+    def most(moved):
+        return 0.5 * 4 * 32 * moved / cycle
+
+    assert few["loop"] / (16 * 4 * 128 / (32 * few["warps"])) < most(1)
+    if capability < 89:  # others take PyTorch's product in float8
+        assert more["loop"] / (64 * 128 / (32 * more["warps"])) < most(1)
+        assert all_of_it["instructions"] / (8 * 128 / (32 * all_of_it["warps"])) < most(1 + 2)
+    for r in (few, more):
+        assert (r["spilled"], r["tensor"] > 0, r["asynchronous"] > 8, r["loads"]["128"] > 8) == (0, True, True, True)
+        assert r["shared"] <= 99 << 10  # also of consumer cards
+
+
 def test_rows_and_heads_share_a_program(hopper):
     assert only(hopper, "rotate", "_rotate")["grid"] == [16384]  # rows
     assert only(hopper, "norm backward rms", "_add_norm_backward")["grid"] == [2 * 132]  # of 512 threads, per processor

@@ -27,9 +27,9 @@ def training(model, plan, text, documents=False, **changes):
     return make(shallow(model).model_copy(update=changes), "h100-sxm", workload, plan)
 
 
-def serving(model, *plan, **fields):
+def serving(model, *plan, on="h100-sxm", **fields):
     workload = Serve(prompt_len=8, output_len=8, dtype="bf16", max_model_len=256, **fields)
-    return Experiment(model=shallow(model), cluster=catalog.cluster("h100-sxm"), workload=workload,
+    return Experiment(model=shallow(model), cluster=catalog.cluster(on), workload=workload,
                       plan=Plan.parse([*default_plan("serve"), *plan]))  # fmt: skip
 
 
@@ -42,7 +42,7 @@ BUDGETS = {
     "serve": ("llama-mini", [], {"prefill": (19, 24), "decode": (17, 24)}),
     "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": (19, 24), "decode": (17, 24)}),
     "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"prefill": (19, 32), "decode": (17, 25)}),
-    "serve fp8": ("llama-mini", ["fp8"], {"prefill": (19, 31), "decode": (17, 32)}),
+    "serve fp8": ("llama-mini", ["fp8"], {"prefill": (19, 31), "decode": (17, 25)}),
     "serve moe": ("mixtral-tiny", [], {"prefill": (19, 64), "decode": (17, 64)}),
 }
 """Model (two layers of it), plan, and most launches of each step: an addition of some per cent is to be noticed. Steps
@@ -81,10 +81,10 @@ def traced(tmp_path_factory):
     return dict(zip(given, traces(list(given.values()), settings), strict=True))
 
 
-def traces(experiments, settings=()):
+def traces(experiments, settings=(), sequences=8):
     """Their traces, where a fake GPU can be had."""
     try:
-        return trace(experiments, settings)
+        return trace(experiments, settings, sequences)
     except UserError as e:
         for reason in ("this PyTorch is built with CUDA", "needs a C++ compiler"):
             if reason in str(e):
@@ -140,13 +140,27 @@ def test_one_sequence_is_multiplied_by_the_kernel_for_one_row(traced):
     assert (one.launches, one.replayed + 2) == (two.launches, two.replayed)
 
 
-def test_float8_weights_take_the_kernels_of_16_bits_and_a_cast_for_each_product(traced):
-    """Of one sequence none: its inputs are not rounded."""
-    many, plain = traced["serve fp8"]["decode"], traced["serve"]["decode"]
-    assert (many.kernels["encode_rows"], many.kernels["_scaled_mm"], many.replayed) == (8, 8, plain.replayed + 8)
+def test_few_rows_of_float8_weights_take_the_kernels_of_16_bits(traced):
+    """Inputs are not rounded, and products are ours: of one sequence those of 16 bits themselves."""
+    few, plain = traced["serve fp8"]["decode"], traced["serve"]["decode"]
+    assert (few.kernels["few"], few.replayed) == (8, plain.replayed)
     one, wide = traced["one sequence fp8"]["decode"], traced["sequences 1"]["decode"]
     assert one.kernels == wide.kernels
     assert not one.wrong
+
+
+@pytest.mark.parametrize(("sequences", "with_units"), [(4, ("few", 24)), (64, ("_scaled_mm", 32))])
+def test_float8_weights_as_the_device_can(sequences, with_units):
+    """On an H100 many rows take PyTorch's product and a cast for each, on an A100 as many as a decode step has are
+    multiplied by codes, and prompts by weights that are expanded first."""
+    hopper, ampere = traces([serving("llama-mini", "fp8", on=on) for on in ("h100-sxm", "a100-80g-sxm")], (), sequences)
+    product, replayed = with_units
+    step = hopper["decode"]
+    assert (step.kernels[product], step.kernels.get("encode_rows", 0), step.replayed) == (8, replayed - 24, replayed)
+    step, prompts = ampere["decode"], ampere["prefill"]
+    assert (step.kernels["few" if sequences == 4 else "tiles"], step.replayed) == (8, 24)
+    assert (prompts.kernels["expand"], prompts.kernels["linear"]) == (8, 8)
+    assert not any(s.wrong for found in (hopper, ampere) for s in found.values())
 
 
 def test_filters_of_a_whole_batch_wait_twice_at_most(traced):

@@ -19,7 +19,7 @@ from ridgeline.nn.kernels import (
     paged_store,
     target,
 )
-from ridgeline.nn.quant.codes import Stripes
+from ridgeline.nn.quant.codes import Stripes, counters
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="addresses are recorded in Triton's interpreter")
 
@@ -79,6 +79,14 @@ def test_low_bit_products_fetch_words_and_scales(fetched, m, bits, out, width, g
     with within(fetched, codes.words, codes.scale):
         lowbit_matmul.lowbit_product(rows(m, width).half(), codes.words, codes.scale, None, codes.bits, codes.center,
                                      codes.group, codes.stripe, codes.arrived)  # fmt: skip
+
+
+@pytest.mark.parametrize("m", [2, 9])
+@pytest.mark.parametrize(("n", "k"), [(33, 16), (70, 2048)])
+def test_products_with_float8_codes_fetch_codes_and_scales(fetched, m, n, k):
+    codes, scales = torch.zeros(n, k, dtype=torch.float8_e4m3fn), torch.ones(n, 1)
+    with within(fetched, codes, scales):
+        lowbit_matmul.float8_product(rows(m, k).half(), codes, scales, counters(n, codes.device))
 
 
 @pytest.mark.parametrize("n", [5, 64, 520])

@@ -272,7 +272,7 @@ def test_stored_weights_take_a_byte():
     torch.manual_seed(0)
     layer = torch.nn.Linear(32, 48)
     stored = fp8.StoredFp8Linear(layer)
-    assert sum(p.nbytes for p in stored.parameters()) == 32 * 48 + 4 + 48 * 4
+    assert sum(p.nbytes for p in stored.parameters()) == 32 * 48 + 48 * 4
     x = torch.randn(5, 32)
     error = (stored(x) - layer(x)).norm() / layer(x).norm()
     assert 1e-4 < float(error) < 0.04
@@ -300,7 +300,7 @@ def test_stored_layers_are_one_product(biased, units, monkeypatch):
         assert got.shape == (5, 80)
         torch.testing.assert_close(got, alone, rtol=1e-5, atol=0)
         torch.testing.assert_close(whole(x[:2]), got[:2], rtol=1e-5, atol=0)  # without the row of 1e4
-    w = torch.cat([p.codes.view(codec.E4M3).double() / p.scale.double() for p in parts])
+    w = torch.cat([p.codes.view(codec.E4M3).double() * p.inverse.double() for p in parts])
     bias = torch.cat([p.bias for p in parts]).double() if biased else 0.0
     exact = x.double() @ w.T + bias
     rounded = 0.0
@@ -317,6 +317,30 @@ def test_what_differs_is_not_joined():
     assert fused._served_together(hooked)
     hooked[1].register_forward_hook(lambda *_: None)
     assert not fused._served_together(hooked)
+
+
+def test_an_experts_input_is_cast_once(monkeypatch):
+    """Gate and up projection of an expert are one product of a served model, and its outputs stay what they were."""
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(fp8, "has_float8", lambda device: True)
+    made = model("mixtral-tiny", dtype=torch.float32)
+    fp8.store_experts(made)
+    experts = next(iter(made.layers.values())).mlp.experts
+    torch.manual_seed(0)
+    x, counts = torch.randn(12, made.spec.hidden_size), [5, 0, 3, 4]
+    cast = []
+    inner = codec.layouts
+    monkeypatch.setattr(fp8, "layouts", lambda t, *a: cast.append(tuple(t.shape)) or inner(t, *a))
+    with torch.inference_mode():
+        given = x.clone()
+        want = experts(given, counts)
+        assert len(cast) == 9
+        fused.join_served(made)
+        cast.clear()
+        got = experts(given, counts)
+    assert cast == [(n, width) for n in (5, 3, 4) for width in (made.spec.hidden_size, made.spec.intermediate_size)]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fields", [{}, {"moe_bias": True}, {"gated": False, "activation": "relu"}])

@@ -10,6 +10,7 @@ from torch import nn
 from ridgeline.nn.kernels import functions, gemv, gpu, products
 from ridgeline.nn.model import fused
 from ridgeline.nn.model.init import build
+from ridgeline.nn.quant.codes import counters
 from ridgeline.nn.quant.quantized import replace_linears
 from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear
 
@@ -61,7 +62,7 @@ def coded(n, k):
 @pytest.mark.parametrize(("n", "k"), [(16, 1024), (13, 1552), (16, 16), (41, 528)])
 @pytest.mark.parametrize("native", [False, True])
 def test_float8_codes_are_widened_exactly(dtype, n, k, native, monkeypatch):
-    """By an instruction that devices have for them, and without: nothing is rounded but the result."""
+    """By an instruction that devices have for them, and by shifts: nothing is rounded but the result."""
     if DEVICE == "cpu":  # a GPU's own way is the only one that it has
         monkeypatch.setattr(gemv, "capability", lambda: 90 if native else 80)
     x, _, bias = operands(n, k, dtype)
@@ -114,15 +115,38 @@ def test_what_it_does_not_suit(found):
 def test_which_float8_codes_it_does_not_suit(found):
     x, _, bias = operands(16, 64)
     codes, scales = coded(16, 64)
-    others = [
-        (x.expand(1, 2, 64), codes, scales, bias), (x.float(), codes, scales, bias.float()),
-        (x, codes, scales, bias.float()), (x, codes, scales[:1], bias), (x[..., :8], codes[:, :8], scales, bias),
-        (x[..., :40], codes[:, :40].contiguous(), scales, bias), (x.clone().requires_grad_(), codes, scales, bias),
+    arrived = counters(16, x.device)
+    wrong = [
+        (x.float(), codes, scales, arrived, bias.float()), (x, codes, scales, arrived, bias.float()),
+        (x, codes, scales[:1], arrived, bias), (x[..., :8], codes[:, :8], scales, arrived, bias),
+        (x[..., :40], codes[:, :40].contiguous(), scales, arrived, bias),
+        (x.clone().requires_grad_(), codes, scales, arrived, bias),
     ]  # fmt: skip
-    assert [products.product_of_codes(*given) for given in others] == [None] * len(others)
+    for rows in (1, 2):
+        others = [(given.expand(1, rows, -1), *more) for given, *more in wrong]
+        assert [products.product_of_codes(*given) for given in others] == [None] * len(others)
+    held = codes, scales, arrived, bias
+    assert products.product_of_codes(x.expand(1, 2, 64), *held, gated=True) is None
     assert not found
-    assert products.product_of_codes(x[0], codes, scales, bias).shape == (1, 16)
-    assert products.product_of_codes(x, codes, scales, bias, gated=True).shape == (1, 1, 8)
+    assert products.product_of_codes(x[0], *held).shape == (1, 16)
+    assert products.product_of_codes(x, *held, gated=True).shape == (1, 1, 8)
+
+
+@pytest.mark.parametrize("units", [False, True])
+def test_how_many_rows_are_multiplied_by_float8_codes(found, units, monkeypatch):
+    """A few where the device multiplies float8, of any number where it does not."""
+    monkeypatch.setattr(products, "has_float8", lambda device: units)
+    codes, scales = coded(16, 64)
+    given = codes, scales, counters(16, codes.device), None
+    x = operands(160, 64)[1]
+    for m in (0, 2, 8, 9, 129):
+        got = products.product_of_codes(x[None, :m], *given)
+        assert (got is None) == (m == 0 or (units and m > 8))
+        if got is not None:
+            want = F.linear(x[None, :m].double(), codes.double() * scales.double())
+            assert got.shape == want.shape
+            assert float((got.double() - want).norm() / want.norm()) < 2**-7
+    assert not found
 
 
 @pytest.mark.parametrize("base", ["llama-mini", "gpt2-tiny"])
@@ -145,8 +169,8 @@ def test_every_dense_product_of_a_served_model(base, found):
 
 
 def test_float8_products_of_a_served_model(found):
-    """Merged: queries, keys and values, and gates with what they gate, of one row by the kernel, of two not. Logits are
-    those of layers one by one, with the same codes."""
+    """Merged: queries, keys and values, and gates with what they gate, of one row by the kernel for that, of two by
+    that for few. Logits are those of layers one by one, with the same codes."""
     plain, served = (build(spec("llama-mini"), DEVICE, torch.bfloat16, 0) for _ in range(2))
     for made in (plain, served):
         made.requires_grad_(False)

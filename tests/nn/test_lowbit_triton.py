@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from tests.nn.interpreter import DEVICE
 from tests.nn.test_packed_linear import record, rows
 
-from ridgeline.nn.kernels import lowbit_matmul
-from ridgeline.nn.kernels.lowbit_matmul import MANY_ROWS, lowbit_product
-from ridgeline.nn.quant.codes import Stripes
+from ridgeline.nn.kernels import e4m3, lowbit_matmul
+from ridgeline.nn.kernels.lowbit_matmul import MANY_ROWS, float8_product, lowbit_product
+from ridgeline.nn.quant.codec import E4M3
+from ridgeline.nn.quant.codes import Stripes, counters
 
 
 def product(x, codes, bias=None, dtype=None):
@@ -108,3 +109,100 @@ def test_whole_numbers_are_multiplied_exactly():
     q = torch.randint(-127, 128, (MANY_ROWS + 1, 64), generator=torch.Generator().manual_seed(3)).bfloat16()
     close = 1e-5 if DEVICE == "cpu" else 2e-3
     assert off(product(q, Stripes(p), dtype=torch.float32), F.linear(q.double(), p.dense(torch.float64))) < close
+
+
+@pytest.mark.parametrize(("assembly", "dtype"), [(e4m3.TO_BF16, torch.bfloat16), (e4m3.TO_F16, torch.float16)])
+def test_assembly_widens_all_float8_codes_exactly(assembly, dtype):
+    """What Triton's interpreter does not run: the instructions one by one (PTX ISA), from every place in a word. NaN
+    becomes the number beyond the largest."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    for place in range(4):
+        given = torch.stack([codes.roll(i - place) for i in range(4)], 1).contiguous()
+        assert torch.equal(given[:, place], codes)
+        low, high = carried_out(assembly.value, given.view(torch.int32).flatten().long() & ONES, dtype)
+        got = torch.stack([low, high], 1).to(torch.int32).view(dtype).float()
+        want = given.view(E4M3).float()
+        want = torch.where((given & 127) == 127, torch.where(given == 127, 480.0, -480.0), want)
+        assert torch.equal(got, want)
+        assert torch.equal(got.signbit(), want.signbit())
+
+
+ONES = (1 << 32) - 1
+
+
+def carried_out(assembly, word, dtype):
+    """Results of some of PTX's instructions, of registers as int64 tensors."""
+    held = {"$2": word}
+    plain = {"shr.u32": torch.bitwise_right_shift, "and.b32": torch.bitwise_and, "mov.b32": torch.clone}
+
+    def value(name):
+        return held[name] if name in held else torch.full_like(word, int(name, 0))
+
+    for line in filter(None, (part.strip(" {}\n") for part in assembly.split(";"))):
+        op, _, rest = line.partition(" ")
+        if op == ".reg":
+            continue
+        to, *names = (name.strip() for name in rest.split(","))
+        given = [value(name) for name in names]
+        if op == "prmt.b32":
+            sources = [(g >> 8 * i) & 255 for g in given[:2] for i in range(4)]
+            held[to] = sum(sources[(int(names[2], 0) >> 4 * i) & 7] << 8 * i for i in range(4))
+        elif op.startswith("fma.rn."):
+            a, b, c = (g.to(torch.int32).unsqueeze(1).view(dtype).double() for g in given)
+            held[to] = (a * b + c).to(dtype).view(torch.int32).flatten().long() & ONES
+        elif op == "lop3.b32":
+            assert names[3] == "0xea"
+            held[to] = given[0] & given[1] | given[2]
+        else:
+            held[to] = plain[op](*given)
+    return held["$0"], held["$1"]
+
+
+def test_all_float8_codes_are_widened_exactly():
+    """NaN apart, which no weight is: each code times each of eight unit vectors."""
+    for dtype in (torch.bfloat16, torch.float16):
+        codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(256, 16).to(DEVICE)
+        codes[127], codes[255] = 0, 0
+        x = torch.eye(16, dtype=dtype)[:8].to(DEVICE)
+        arrived = counters(256, codes.device)
+        got = float8_product(x, codes.view(E4M3), torch.ones(256, 1, device=DEVICE), arrived)
+        assert torch.equal(got.float(), codes.view(E4M3).float().T[:8])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k"), [(2, 70, 272), (8, 16, 1024), (9, 200, 528), (40, 33, 128), (129, 24, 144)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_float8_codes(dtype, m, n, k, biased):
+    """Few rows, more, whose inputs are divided, and those of an expanded weight, which is rounded; odd sizes, and each
+    output with a scale of its own, from 2^-12 to 1."""
+    codes, scales, bias = float8(n, k)
+    x, arrived = rows(m, k).to(DEVICE, dtype), counters(n, codes.device)
+    got = float8_product(x, codes, scales, arrived, bias.to(dtype) if biased else None)
+    assert (got.shape, got.dtype) == ((m, n), dtype)
+    assert not arrived.any()
+    w = codes.double() * scales.double()
+    want = F.linear(x.double(), w, bias.to(dtype).double() if biased else None)
+    added = F.linear(x.double().abs(), w.abs(), bias.abs().double())
+    eps = torch.finfo(dtype).eps  # of the result, which the interpreter truncates; and half of it of each weight
+    most = eps * want.abs() + (2.0**-20 + (eps / 2 if m > MANY_ROWS else 0)) * added
+    assert ((got.double() - want).abs() <= most).all()
+
+
+def test_nan_among_float8_codes_stays_in_its_output():
+    """Such a code is no weight: what it makes is a number, and of its own output alone."""
+    codes, scales, _ = float8(20, 64)
+    x = rows(5, 64).to(DEVICE, torch.bfloat16)
+    want = float8_product(x, codes, scales, counters(20, codes.device))
+    codes.view(torch.uint8)[3, 5] = 127
+    got = float8_product(x, codes, scales, counters(20, codes.device))
+    assert torch.equal(got[:, [0, 1, 2, *range(4, 20)]], want[:, [0, 1, 2, *range(4, 20)]])
+    assert got.isfinite().all()
+
+
+def float8(n, k):
+    """Codes of a weight [n, k], a scale for each row, and a bias."""
+    g = torch.Generator().manual_seed(n)
+    codes = torch.randint(0, 256, (n, k), generator=g, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 0
+    scales = torch.logspace(-12, 0, n, 2.0).view(n, 1)
+    return codes.view(E4M3).to(DEVICE), scales.to(DEVICE), torch.randn(n, generator=g).to(DEVICE)

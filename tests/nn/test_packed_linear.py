@@ -14,6 +14,7 @@ from ridgeline.nn.quant.activation_quant import InputCode, code_input
 from ridgeline.nn.quant.codes import Stripes
 from ridgeline.nn.quant.packed import Packed, PackedOutliers
 from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.packed_model import PackedExperts
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.lowbit import FEW_ROWS, TILE, held, held_bytes
 
@@ -296,3 +297,36 @@ def test_codes_of_one_input_are_one_product(bits, symmetric):
         attention.k_proj.codes.words = torch.nn.Parameter(attention.k_proj.codes.words.clone(), requires_grad=False)
         assert fused._product_of_codes(x, groups[0]) is None  # and each by itself again
         assert all(torch.equal(a, b) for a, b in zip(fused.project_merged(attention, x, None), want, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{}, {"activation": "gelu"}, {"biases": True}])
+def test_gate_and_up_projection_of_an_expert_are_one_product(changes, monkeypatch):
+    """Where SwiGLU alone stands between; results are those of each by itself, also when one has moved."""
+    if native.library() is None:
+        pytest.skip("no C++ compiler for the activation")
+
+    def layers(out, width, seed):
+        made = [PackedLinear(record(out, width, 4, 32, False, seed + e)) for e in range(3)]
+        for e, layer in enumerate(made):
+            layer.codes = Stripes(record(out, width, 4, 32, False, seed + e))
+        return made
+
+    biases = {name: torch.nn.Parameter(torch.ones(3, 96)) for name in ("gate_bias", "up_bias")}
+    experts = PackedExperts(changes.get("activation", "silu"), layers(96, 64, 0), layers(96, 64, 10),
+                            layers(64, 96, 20), biases if "biases" in changes else None)  # fmt: skip
+    x, counts = rows(7, 64), [4, 0, 3]
+    products = []
+    plain = Stripes.linear
+    monkeypatch.setattr(Stripes, "linear", lambda c, *given: products.append(c.out) or plain(c, *given))
+    with torch.inference_mode():
+        want = experts(x, counts)
+        assert products == [96, 96, 64] * 2
+        fused.join_served(torch.nn.ModuleList([experts]))
+        for moved in (False, True):
+            products.clear()
+            if moved:
+                words = experts.up_proj[2].codes.words
+                experts.up_proj[2].codes.words = torch.nn.Parameter(words.clone(), requires_grad=False)
+            torch.testing.assert_close(experts(x, counts), want, rtol=1e-5, atol=1e-5)
+            one, both = [192, 64], [96, 96, 64]
+            assert sorted(products) == sorted(2 * both if changes else one + (both if moved else one))

@@ -48,11 +48,36 @@ def test_our_own_8_bit_inputs_are_a_cast_for_each_product_of_several_rows():
     def casts(batch):
         return [o for b in own.graph(batch, 1, 512).blocks for o in b.forward if o.name.endswith(".quantize")]
 
-    assert [(o.name, o.kind) for o in casts(4)] == [
+    assert [(o.name, o.kind) for o in casts(9)] == [
         (f"{name}_proj.quantize", "cast") for name in ("attention.q", "attention.o", "mlp.gate", "mlp.down")
     ]  # fmt: skip
-    assert casts(4)[0].bytes == 4 * own.e.model.hidden_size * (2 + 2 + 1)
-    assert casts(1) == []
+    assert casts(9)[0].bytes == 9 * own.e.model.hidden_size * (2 + 2 + 1)
+    assert casts(8) == casts(1) == []
+
+
+@pytest.mark.parametrize(("on", "units"), [("h100", True), ("a100", False)])
+def test_our_own_products_with_8_bit_weights(on, units):
+    """Of few rows in 16 bits by codes, of more as the device can: by codes as long as a weight is not better expanded
+    first. As ``tests/nn/test_gemv.py`` and ``test_lowbit_triton.py`` have the engine's choice."""
+    own = surface(on=on, plan=["fp8"], engine="ridgeline")
+    h, width = own.e.model.hidden_size, own.e.model.intermediate_size
+
+    def product(rows):
+        ops = {o.name: o for b in own.graph(rows, 1, 512).blocks for o in b.forward}
+        return ops["mlp.down_proj"], ops.get("mlp.down_proj.expand")
+
+    for rows in (1, 8, 9, 128, 129):
+        op, expand = product(rows)
+        low = units and rows > 8
+        assert op.dtype == ("fp8" if low else "bf16")
+        weight = 1 if units or rows <= 128 else 2
+        assert op.bytes == rows * (h * 2 + width * (1 if low else 2)) + h * width * weight
+        assert (op.weight_dtype, op.weight_bytes) == ("fp8" if weight == 1 else "", h * width * weight)
+        assert (None if expand is None else expand.bytes) == (3 * h * width if weight == 2 else None)
+    dense = surface(on=on, engine="ridgeline")
+    steps = [(own.body(n), dense.body(n)) for n in (1, 8, 64, 2048)]
+    assert all(codes < plain for codes, plain in steps[:3])  # half of the bytes
+    assert (steps[3][0] < steps[3][1]) == units  # many rows gain by the products, or lose by the expansion
 
 
 @pytest.mark.parametrize("plan", [[], ["fp8"], ["mxfp4:layers=all"]])

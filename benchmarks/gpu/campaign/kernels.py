@@ -24,10 +24,12 @@ from ridgeline.nn.model.attention import alibi_slopes, flash_attention, naive_at
 from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.spans import make_spans, span_attention
 from ridgeline.nn.quant.codec import E4M3, encode, layouts, peak_of, scale_for
+from ridgeline.nn.quant.codes import counters
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.nn.quant.ternary import ZEROS, Ternary, TernaryLinear
+from ridgeline.techniques.precision import fp8_linear_torch as float8_linear
 
 ERROR = 2e-2
 """Largest relative error of results in bf16 (:func:`error`)."""
@@ -113,6 +115,10 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
         op = Op("product", "", "gemm", flops=2.0 * out * width, bytes=2.0 * (out * width + width + out), dtype="bf16",
                 shape=(1, out, width))  # fmt: skip
         found.append((f"product of 1 row, {out}x{width} bf16", op, partial(_row, setting, out, width)))
+    for m, (out, width) in product((2, 8, 16, 64), ((28672, 4096), (4096, 14336))):
+        op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=out * width + 2.0 * m * (width + out),
+                dtype="bf16", shape=(m, out, width), weight_dtype="fp8")  # fmt: skip
+        found.append((f"fp8 product, {m} rows, {out}x{width}", op, partial(_float8_rows, setting, m, out, width)))
     ternary = Op("product", "", "gemm", flops=2.0 * 4096 * 4096, bytes=4096 * 4096 * 0.1, dtype="bf16",
                  shape=(1, 4096, 4096))  # fmt: skip
     found.append(("ternary product, 1 row, 4096x4096", ternary, partial(_ternary, 4096, 4096)))
@@ -270,6 +276,26 @@ def _row(setting: Setting, out: int, width: int) -> Calls:
     x = _randn(setting, 1, width, dtype=torch.bfloat16)
     return Calls([partial(served_linear, x, w) for w in weights], [partial(F.linear, x, w) for w in weights],
                  lambda: F.linear(x.float(), weights[0].float()))  # fmt: skip
+
+
+def _float8_rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
+    """By codes, beside a cast with PyTorch's product in float8: which of them few rows should take."""
+    from ridgeline.nn.kernels.lowbit_matmul import float8_product
+
+    x = _randn(setting, rows, width, dtype=torch.bfloat16)
+    held = [layouts(_randn(setting, out, width, dtype=torch.bfloat16), E4M3, True, False)
+            for _ in range(_copies(out * width))]  # fmt: skip
+    arrived = counters(out, x.device)
+    dense = held[0].rows.float() * held[0].inverse_scale
+    weights = [dense.bfloat16() for _ in range(_copies(2.0 * out * width))]
+
+    def cast() -> Tensor:
+        a, w = layouts(x, E4M3, True, False), held[0]
+        return float8_linear.product(a.rows, a.inverse_scale, w.rows, w.inverse_scale, x.dtype, fast=True)
+
+    return Calls([partial(float8_product, x, w.rows, w.inverse_scale, arrived) for w in held],
+                 [partial(F.linear, x, w) for w in weights], lambda: F.linear(x.float(), dense),
+                 {"cast and torch": cast})  # fmt: skip
 
 
 def tinygemm(codes: Tensor, scale: Tensor) -> tuple[Tensor, int, Tensor]:

@@ -21,6 +21,11 @@ TILE = 32
 SHAPE_BYTES = 16
 """Of ``weight_shape``, two int64 beside every packed weight of a checkpoint."""
 
+MANY_ROWS = 128
+"""Most rows that GPU kernels multiply by codes; of more the weight is expanded first, and multiplied by PyTorch."""
+FLOAT8_ROWS = 8
+"""Most rows that are multiplied in 16 bits by weights in float8 codes where a GPU multiplies float8, too. A kernel that
+waits for the codes does so in one launch, and there is no cast of the inputs; of more rows that is cuBLAS's work."""
 STRIPES = (64, 32, 16)
 """Words of a row that GPU kernels take at a time: code i of word j is input i · stripe + j of a block."""
 _LONGEST_STRIPE = {2: 32, 4: 64, 8: 32}

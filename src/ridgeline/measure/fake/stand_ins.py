@@ -22,9 +22,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ridgeline.measure.fake.tracer import TRACER, answer
-from ridgeline.nn.kernels.dispatch import has_triton
+from ridgeline.nn.kernels.dispatch import has_float8, has_triton
 
+CAPABILITIES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
+"""By architecture."""
 CAPABILITY = (9, 0)
+"""Of the device that is stood in for."""
 _FREE, _ALL = 76 << 30, 80 << 30
 
 
@@ -39,8 +42,21 @@ def install() -> None:
         _triton()
 
 
+def act_as(architecture: str) -> None:
+    """Have kernels chosen as on a GPU of this architecture, Hopper if it is not known."""
+    global CAPABILITY
+    CAPABILITY = CAPABILITIES.get(architecture.lower(), CAPABILITIES["hopper"])
+    has_float8.cache_clear()
+    if has_triton():
+        from triton.runtime import driver
+
+        from ridgeline.nn.kernels.ahead_of_time import Driver
+
+        driver.set_active(Driver(10 * CAPABILITY[0] + CAPABILITY[1]))
+
+
 def _device() -> None:
-    """An H100, as torch.cuda describes it."""
+    """An H100, as torch.cuda describes it, but for its compute capability."""
     cuda = torch.cuda
     cuda.get_device_capability = lambda *_: CAPABILITY
     cuda.mem_get_info = lambda *_: (_FREE, _ALL)
@@ -240,10 +256,7 @@ def _modules() -> None:
 
 def _triton() -> None:
     """Launches, whose tensors must be on the device."""
-    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
-
-    from ridgeline.nn.kernels.ahead_of_time import Driver
 
     def run(self, *args, grid, warmup=False, **options):
         TRACER.launched(self.fn.__name__.lstrip("_"))
@@ -251,5 +264,4 @@ def _triton() -> None:
             if isinstance(t, Tensor) and t.device.type != "cuda":
                 TRACER.wrong[f"the Triton kernel {self.fn.__name__} was given a tensor on the host"] += 1
 
-    driver.set_active(Driver(CAPABILITY[0] * 10))
     JITFunction.run = run

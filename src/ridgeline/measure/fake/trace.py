@@ -51,11 +51,15 @@ class StepTrace:
         return sum(w.count for w in self.waits)
 
 
-def trace(experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] = ()) -> list[dict[str, StepTrace]]:
-    """The steps of each experiment: ``step`` of training; ``prefill`` and ``decode`` of serving, with up to 8 sequences
-    that have these ``sampling`` settings (none: greedy); ``site`` of compression: the query projection of a layer.
+def trace(
+    experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] = (), sequences: int = 8
+) -> list[dict[str, StepTrace]]:
+    """The steps of each experiment: ``step`` of training; ``prefill`` and ``decode`` of serving, with up to
+    ``sequences`` that have these ``sampling`` settings (none: greedy); ``site`` of compression: the query projection of
+    a layer.
 
-    Kernels are those that an H100 gets, whichever GPU it is. Raises :class:`UserError` where there is no compiler,
+    Kernels are those that an H100 gets, or one of its size of the GPU's architecture, where that is Ampere, Ada or
+    Blackwell. Raises :class:`UserError` where there is no compiler,
     where PyTorch was built with CUDA, for another device than a GPU and for several.
     """
     for e in experiments:
@@ -68,7 +72,8 @@ def trace(experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] 
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     settings = sampling or [{"temperature": 0.0}] * len(experiments)
     asked = [
-        {"experiment": e.model_dump(mode="json"), "sampling": s} for e, s in zip(experiments, settings, strict=True)
+        {"experiment": e.model_dump(mode="json"), "served": {"sampling": s, "sequences": sequences}}
+        for e, s in zip(experiments, settings, strict=True)
     ]
     lines = "".join(json.dumps(a) + "\n" for a in asked)
     done = subprocess.run([sys.executable, "-m", "ridgeline.measure.fake.worker"], input=lines, text=True,

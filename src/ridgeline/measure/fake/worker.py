@@ -12,8 +12,8 @@ from typing import Any
 from ridgeline.measure.fake import guard
 from ridgeline.spec.errors import UserError
 
-_SEQUENCES, _PROMPT = 8, 64
-"""Most sequences of a step, and tokens of their prompts."""
+_PROMPT = 64
+"""Most tokens of a prompt."""
 
 
 def main() -> None:
@@ -54,15 +54,17 @@ def traced(line: str) -> dict[str, dict[str, Any]]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from ridgeline.measure.fake import stand_ins
     from ridgeline.measure.fake.tracer import TRACER
     from ridgeline.spec.experiment import Experiment
 
     asked = json.loads(line)
     e, device = Experiment.model_validate(asked["experiment"]), torch.device("cuda", 0)
+    stand_ins.act_as(e.cluster.device.architecture)
     with FakeTensorMode(allow_non_fake_inputs=True), TRACER:
         if e.task == "compress":
             return _compressing(e, device)
-        return _training(e, device) if e.is_training else _serving(e, device, asked["sampling"])
+        return _training(e, device) if e.is_training else _serving(e, device, **asked["served"])
 
 
 def _training(e: Any, device: Any) -> dict[str, dict[str, Any]]:
@@ -99,22 +101,22 @@ def _compressing(e: Any, device: Any) -> dict[str, dict[str, Any]]:
     return {"site": TRACER.summary()}
 
 
-def _serving(e: Any, device: Any, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> dict[str, dict[str, Any]]:
     from ridgeline.measure.fake.tracer import TRACER
     from ridgeline.serve import step_graphs
     from ridgeline.serve.build_engine import make_engine
     from ridgeline.serve.request import EngineRequest, Sampling
     from ridgeline.spec import scheduling
 
-    step_graphs.BATCHES = (_SEQUENCES,)  # others are not needed
-    scheduling.CAPTURED_TOKENS = (_SEQUENCES * _PROMPT,)
+    step_graphs.BATCHES = (sequences,)  # others are not needed
+    scheduling.CAPTURED_TOKENS = (sequences * _PROMPT,)
     engine = make_engine(e, device)
-    sequences = min(_SEQUENCES, engine.limits.max_num_seqs)
+    sequences = min(sequences, engine.limits.max_num_seqs)
     prompt = min(_PROMPT, engine.max_model_len // 2)
-    sampling = Sampling(max_tokens=16, ignore_eos=True, **settings)
+    settings = Sampling(max_tokens=16, ignore_eos=True, **sampling)
     for i in range(sequences):
         ids = [(7 * i + 3 * j) % (engine.spec.vocab_size - 2) + 2 for j in range(prompt)]
-        engine.add(EngineRequest(str(i), ids, sampling))
+        engine.add(EngineRequest(str(i), ids, settings))
     found = {}
     TRACER.reset()
     failed = _stepped(engine)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.nn.kernels.e4m3 import widened
 from ridgeline.nn.kernels.early import LINE, prefetch, wait
 from ridgeline.nn.kernels.quick import blocks, quick
 from ridgeline.nn.kernels.target import capability
@@ -33,13 +34,12 @@ AHEAD = 1024
 
 @triton.jit
 def _widened(held, KIND: tl.constexpr):
-    """Weights in fp32. ``KIND``: 0: in 16 bits; 1: e4m3 codes; 2: the same, less by a factor of 256, where the device
-    has no instruction for them: fp16 has four exponent bits of e4m3 in its five, subnormals too, but not its NaN."""
+    """Weights in fp32. ``KIND``: 0: in 16 bits; 1: e4m3 codes; 2: the same, where the device has no instruction for
+    them."""
     if KIND == 1:
         return held.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     elif KIND == 2:
-        bits = held.to(tl.int32)
-        return ((bits + (bits & 128)) << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return widened(held, tl.float32)
     else:
         return held.to(tl.float32)
 
@@ -76,7 +76,7 @@ def _product_of_row(x, w, scales, bias, y, n, parts, KIND: tl.constexpr, GATED: 
         total += _widened(held, KIND) * a.to(tl.float32)[None, :]
     sums = tl.sum(total, 1)
     if KIND:
-        sums *= tl.load(scales + rows, exists, other=0.0) * (256.0 if KIND == 2 else 1.0)
+        sums *= tl.load(scales + rows, exists, other=0.0)
     if HAS_BIAS:
         sums += tl.load(bias + rows, exists, other=0.0).to(tl.float32)
     if GATED:

@@ -25,9 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.e4m3 import widened
 from ridgeline.nn.kernels.early import LINE, prefetch, wait
 from ridgeline.nn.kernels.quick import Quick, blocks, quick
 from ridgeline.nn.kernels.target import capability, shared_memory
+from ridgeline.spec.lowbit import MANY_ROWS
 
 
 class Launch(NamedTuple):
@@ -56,14 +58,17 @@ LAUNCHES = {
     64: (Launch(8, 8, 64, 4, 3, 4), Launch(16, 16, 128, 8, 3, 2), Launch(128, 64, 128, 8, 3, 1, 32)),
 }  # fmt: skip
 """By stripe."""
+BYTES = (Launch(8, 8, 64, 4, 5, 4, 128), Launch(16, 16, 64, 4, 5, 3, 128), Launch(32, 32, 128, 8, 4, 2, 128),
+         Launch(128, 64, 128, 8, 4, 1, 64))  # fmt: skip
+"""The same where a word is a byte, by what the compiler makes of them, not measured yet."""
+BYTE_STRIPE = 128
+"""Most bytes of a row that are taken at a time."""
 FEW_ROWS, FEW_OUTPUTS, FEW_WARPS = 8, 16, 4
 """Most rows that are multiplied by programs which have all inputs of a few outputs, these, and their warps."""
 FEW_MOST = 16384
 """Most outputs of such a weight: the programs of more fill an H100 without dividing the inputs."""
 FEW_STAGES = {2: 3, 4: 3, 8: 5}
 """Tiles of words that such a program holds, by the bits of a code."""
-MANY_ROWS = 128
-"""Most rows that are multiplied by the kernel; above them every ``block_m`` rows would dequantize the weight again."""
 AHEAD = 256
 """Bytes of each row of a program's words, a power of two of 128-byte lines, that are fetched, with what they are
 scaled by, while earlier kernels run."""
@@ -95,9 +100,12 @@ BYTES_BF16 = tl.constexpr(_BYTES)
 @triton.jit
 def _centered(held, center, AT: tl.constexpr, BITS: tl.constexpr, CENTERED: tl.constexpr, ASSEMBLY: tl.constexpr,
               dtype: tl.constexpr):  # fmt: skip
-    """Code ``AT`` of each of the words, minus ``center`` (broadcastable fp32), in ``dtype``, exactly."""
+    """Code ``AT`` of each of the words, minus ``center`` (broadcastable fp32), in ``dtype``, exactly; of bytes the
+    numbers that they stand for in e4m3."""
     MASK: tl.constexpr = (1 << BITS) - 1
-    if ASSEMBLY and (BITS <= 4 or dtype == tl.float16):
+    if held.dtype == tl.uint8:
+        return widened(held, dtype)
+    elif ASSEMBLY and (BITS <= 4 or dtype == tl.float16):
         PER_HALF: tl.constexpr = 16 // BITS
         which: tl.constexpr = 0x5410 if AT < PER_HALF else 0x7632
         down: tl.constexpr = BITS * (AT % PER_HALF)
@@ -147,11 +155,15 @@ def _fetch_ahead(words, scale, rows, output, word, row_words, scale_row, groups,
                  RUN: tl.constexpr, PER: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
     """``AHEAD`` bytes of each of a program's rows from ``word`` on, and what they are scaled by, from ``output`` and
     input ``column`` on."""
-    line = tl.minimum(word + tl.arange(0, AHEAD // LINE) * (LINE // 4), row_words - 1)
+    BYTES: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // 8
+    line = tl.minimum(word + tl.arange(0, AHEAD // LINE) * (LINE // BYTES), row_words - 1)
     prefetch(words + rows[:, None].to(tl.int64) * row_words + line[None, :])
-    SCALES: tl.constexpr = AHEAD // 4 * PER // RUN
-    which = (column + tl.arange(0, SCALES if SCALES > 0 else 1) * RUN) // GROUP
-    prefetch(scale + tl.minimum(which, groups - 1) * scale_row + output)
+    SCALES: tl.constexpr = AHEAD // BYTES * PER // RUN
+    if GROUP:
+        which = (column + tl.arange(0, SCALES if SCALES > 0 else 1) * RUN) // GROUP
+        prefetch(scale + tl.minimum(which, groups - 1) * scale_row + output)
+    else:
+        prefetch(scale + output)
 
 
 @quick
@@ -162,9 +174,10 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
            EVEN_K: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
            EARLY: tl.constexpr = False):  # fmt: skip
-    """``RUN``: inputs of a block that lie in one group, whole stripes. ``WORDS``: of a stripe that are taken at a time.
-    ``per_split``: blocks of a program, each ``WORDS`` words of every row."""
-    PER: tl.constexpr = 32 // BITS
+    """``GROUP``: inputs with one scale; 0: all of a row. ``RUN``: those of a block in one group, whole stripes.
+    ``WORDS``: of a stripe that are taken at a time. ``per_split``: blocks of a program, each ``WORDS`` words of every
+    row."""
+    PER: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // BITS
     BLOCK: tl.constexpr = STRIPE * PER
     STRIPES: tl.constexpr = RUN // STRIPE
     # The interpreter runs no assembly, and has no products in bf16.
@@ -190,12 +203,13 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
         block = part_of_block // (STRIPE // WORDS)
         column = block * BLOCK + part_of_block % (STRIPE // WORDS) * WORDS
         for g in tl.static_range(BLOCK // RUN):
-            which = tl.minimum((block * BLOCK + g * RUN) // GROUP, groups - 1)
-            s = _scales(scale, which * scale_row + rows, rows, rows < n, PAIRS)
+            which = tl.minimum((block * BLOCK + g * RUN) // GROUP, groups - 1) if GROUP else 0
+            if GROUP:
+                s = _scales(scale, which * scale_row + rows, rows, rows < n, PAIRS)
             center = CENTER
             if HAS_ZERO:
                 center = tl.load(zero + which * scale_row + rows, rows < n, other=0).to(tl.float32)[:, None]
-            part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if GROUP else total
             for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
                 inside = there[None, :]
                 if not EVEN_K:
@@ -203,7 +217,9 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
                 a = tl.load(x_at + column + i * STRIPE, inside, other=0.0)
                 w = _centered(held, center, i, BITS, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
                 part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
-            total += part * s[:, None]
+            total = total + part * s[:, None] if GROUP else part
+    if not GROUP:
+        total *= _scales(scale, rows, rows, rows < n, PAIRS)[:, None]
     inside = (rows < n)[:, None] & there[None, :]
     to = lines[None, :].to(tl.int64) * n + rows[:, None]
     if HAS_BIAS:
@@ -225,7 +241,7 @@ def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, 
          WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     """Few rows: a program has all inputs of its outputs, its warps take every ``WARPS``-th block of them, and add their
     sums at the end. ``ONE``: there is one row, in all columns of the products."""
-    PER: tl.constexpr = 32 // BITS
+    PER: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // BITS
     BLOCK: tl.constexpr = STRIPE * PER
     STRIPES: tl.constexpr = RUN // STRIPE
     dtype: tl.constexpr = x.dtype.element_ty if ASSEMBLY else tl.float32
@@ -250,13 +266,14 @@ def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, 
             mine = (block + warp < row_words // STRIPE)[:, None, None] & (rows < n)[None, :, None]
             held = tl.load(held_at + block * STRIPE, mine, other=0)
         for g in tl.static_range(BLOCK // RUN):
-            which = tl.minimum(((block + warp) * BLOCK + g * RUN) // GROUP, groups - 1)
+            which = tl.minimum(((block + warp) * BLOCK + g * RUN) // GROUP, groups - 1) if GROUP else warp * 0
             at = which[:, None] * scale_row + rows[None, :]
-            s = _scales(scale, at, rows[None, :], (rows < n)[None, :], PAIRS)
+            if GROUP:
+                s = _scales(scale, at, rows[None, :], (rows < n)[None, :], PAIRS)
             center = CENTER
             if HAS_ZERO:
                 center = tl.load(zero + at, (rows < n)[None, :], other=0).to(tl.float32)[:, :, None]
-            part = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+            part = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32) if GROUP else total
             for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
                 column = block * BLOCK + i * STRIPE
                 inside = beside < k - column
@@ -272,8 +289,10 @@ def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, 
                     a = tl.load(x_at + column, inside[:, :, None] & there[None, None, :], other=0.0)
                 w = _centered(held, center, i, BITS, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
                 part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
-            total += part * s[:, :, None]
+            total = total + part * s[:, :, None] if GROUP else part
     whole = tl.sum(total, 0)
+    if not GROUP:
+        whole *= _scales(scale, rows, rows, rows < n, PAIRS)[:, None]
     if HAS_BIAS:
         whole += tl.load(bias + rows, rows < n, other=0.0).to(tl.float32)[:, None]
     to = lines[None, :].to(tl.int64) * n + rows[:, None]
@@ -304,7 +323,7 @@ def _expand(words, scale, zero, y, n, k, row_words, scale_row, groups, group, BI
             CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr,
             BLOCK_N: tl.constexpr):  # fmt: skip
     """The weight [n, k] in the dtype of ``y``."""
-    PER: tl.constexpr = 32 // BITS
+    PER: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // BITS
     BLOCK: tl.constexpr = STRIPE * PER
     STRIPES: tl.constexpr = RUN // STRIPE
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -312,7 +331,8 @@ def _expand(words, scale, zero, y, n, k, row_words, scale_row, groups, group, BI
     along = tl.arange(0, STRIPE)
     inside = (rows < n)[:, None]
     held = tl.load(words + rows[:, None].to(tl.int64) * row_words + block * STRIPE + along[None, :], inside, other=0)
-    held = held.to(tl.uint32, bitcast=True)
+    if words.dtype.element_ty != tl.uint8:
+        held = held.to(tl.uint32, bitcast=True)
     for g in tl.static_range(BLOCK // RUN):
         which = tl.minimum((block * BLOCK + g * RUN) // group, groups - 1)
         s = tl.load(scale + which * scale_row + rows, rows < n, other=0.0).to(tl.float32)[:, None]
@@ -320,35 +340,59 @@ def _expand(words, scale, zero, y, n, k, row_words, scale_row, groups, group, BI
         if HAS_ZERO:
             center = tl.load(zero + which * scale_row + rows, rows < n, other=0).to(tl.float32)[:, None]
         for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
-            w = (_raised(held, i, BITS) - (center + (1 << BITS))) * s
+            if words.dtype.element_ty == tl.uint8:
+                w = widened(held, tl.float32) * s
+            else:
+                w = (_raised(held, i, BITS) - (center + (1 << BITS))) * s
             columns = block * BLOCK + i * STRIPE + along
             to = y + rows[:, None].to(tl.int64) * k + columns[None, :]
             tl.store(to, w.to(y.dtype.element_ty), inside & (columns < k)[None, :])
 
 
-def _run(width: int, group: int, bits: int, stripe: int) -> int:
+class _Blocks(NamedTuple):
+    """How a weight's codes stand in its words."""
+
+    bits: int
+    """Of a code."""
+    bytes: int
+    """Of a word."""
+    stripe: int
+    run: int
     """Inputs with one scale that stand together in every block of words."""
-    return gcd(group, stripe * 32 // bits) if group < width else stripe * 32 // bits
+
+    @property
+    def per(self) -> int:
+        """Codes of a word."""
+        return 8 * self.bytes // self.bits
+
+    @property
+    def inputs(self) -> int:
+        """Of a block."""
+        return self.stripe * self.per
 
 
-def _few_fit(bits: int, stripe: int, run: int, one: bool) -> bool:
+def _blocks(words: Tensor, width: int, group: int, bits: int, stripe: int) -> _Blocks:
+    inputs = stripe * 8 * words.itemsize // bits
+    return _Blocks(bits, words.itemsize, stripe, gcd(group, inputs) if group < width else inputs)
+
+
+def _few_fit(b: _Blocks, one: bool) -> bool:
     """Whether the tiles of a program of :func:`_few` fit into shared memory; inputs, codes and scales of a warp."""
-    block = stripe * 32 // bits
-    each = block * 2 * (1 if one else FEW_ROWS) + FEW_OUTPUTS * 4 * (stripe + block // run)
-    return (FEW_STAGES[bits] - 1) * FEW_WARPS * each <= shared_memory()
+    each = b.inputs * 2 * (1 if one else FEW_ROWS) + FEW_OUTPUTS * (b.bytes * b.stripe + 4 * b.inputs // b.run)
+    return (FEW_STAGES[b.bits] - 1) * FEW_WARPS * each <= shared_memory()
 
 
-def _launch(m: int, bits: int, stripe: int, run: int) -> Launch:
+def _launch(m: int, b: _Blocks) -> Launch:
     """How ``m`` rows are multiplied by :func:`_tiles`: in registers and shared memory that the device has."""
-    how, device = next(each for each in LAUNCHES[stripe] if m <= each.rows), capability()
-    block = stripe * 32 // bits
+    choices = BYTES if b.bytes == 1 else LAUNCHES[b.stripe]
+    how, device, bits, block = next(c for c in choices if m <= c.rows), capability(), b.bits, b.inputs
     if (block >= 512 and device != 90) or (bits < 8 and device >= 100):
         # Ampere's registers would not do, and Triton 3.6 and 3.7 make kernels of nothing for Blackwell.
         how = how._replace(block_m=min(how.block_m, 16 if bits == 2 else 32))
-    how = how._replace(words=min(stripe, how.words))
-    rest = how.block_n * 4 * (how.words + block // run)
+    how = how._replace(words=min(b.stripe, how.words))
+    rest = how.block_n * (b.bytes * how.words + 4 * block // b.run)
     while how.stages > 2:
-        inputs, copies = how.words * 32 // bits * how.block_m * 2, how.stages - 1
+        inputs, copies = how.words * b.per * how.block_m * 2, how.stages - 1
         held = copies + (device in (0, 90))  # Hopper's tensor cores read one tile of inputs while others are on the way
         if held * inputs + copies * rest + 1024 <= shared_memory():
             break
@@ -363,7 +407,7 @@ def expanded(words: Tensor, scale: Tensor, zero: Tensor | None, width: int, bits
     y = torch.empty(n, width, dtype=dtype, device=words.device)
     _expand[row_words // stripe, triton.cdiv(n, EXPANDED_ROWS)](
         words, scale, words if zero is None else zero, y, n, width, row_words, scale.stride(0), len(scale), group, bits,
-        float(center), zero is not None, _run(width, group, bits, stripe), stripe, EXPANDED_ROWS,
+        float(center), zero is not None, _blocks(words, width, group, bits, stripe).run, stripe, EXPANDED_ROWS,
     )  # fmt: skip
     return y
 
@@ -392,19 +436,20 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
     x = x.contiguous()
     pairs = scale.dtype == torch.float16 and (scale.stride(0) | n) % 2 == 0 and scale.data_ptr() % 4 == 0
-    run = _run(k, group, bits, stripe)
+    held = _blocks(words, k, group, bits, stripe)
+    group, even = group if group < k else 0, k == held.per * row_words
     one = m == 1 and stripe >= 64  # a thread of a warp loads two inputs at least: copies are of 32 bits or more
-    if m <= FEW_ROWS and n <= FEW_MOST and _few_fit(bits, stripe, run, one):
+    if m <= FEW_ROWS and n <= FEW_MOST and _few_fit(held, one):
         y = torch.empty(m, n, dtype=dtype, device=x.device)
         _few[blocks(n, FEW_OUTPUTS),](
             x, words, scale, words if zero is None else zero, y if bias is None else bias, y, m, n, k, row_words,
             scale.stride(0), len(scale), bits, float(center), zero is not None, bias is not None, group,
-            run, stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0,
-            k * bits == 32 * row_words, one, pairs, isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS,
+            held.run, stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0, even, one, pairs,
+            isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS,
             FEW_STAGES[bits], AHEAD, num_warps=FEW_WARPS,
         )  # fmt: skip
         return y
-    how = _launch(m, bits, stripe, run)
+    how = _launch(m, held)
     tiles = blocks(n, how.block_n), blocks(m, how.block_m)
     steps = row_words // how.words
     wanted = round(how.programs * processors(x.device) / (tiles[0] * tiles[1]))
@@ -416,7 +461,19 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
     _tiles[tiles[0], splits, tiles[1]](
         x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
         row_words, scale.stride(0), len(scale), per_split, group, bits, float(center), zero is not None,
-        bias is not None, run, stripe, how.words, n % how.block_n == 0, k * bits == 32 * row_words, pairs, splits > 1,
+        bias is not None, held.run, stripe, how.words, n % how.block_n == 0, even, pairs, splits > 1,
         isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages, AHEAD, num_warps=how.warps,
     )  # fmt: skip
     return y
+
+
+def float8_product(x: Tensor, codes: Tensor, scales: Tensor, arrived: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x`` [M, in] in 16 bits times a weight in e4m3 ``codes`` [out, in], none of them NaN, plus ``bias`` [out]
+    → [M, out]: up to ``MANY_ROWS`` rows without any rounding but of the result.
+
+    ``in`` a multiple of 16; ``scales`` fp32 [out, 1], by which codes are multiplied; ``arrived`` as of
+    :func:`lowbit_product`.
+    """
+    k = codes.shape[1]
+    return lowbit_product(x, codes.view(torch.uint8), scales.view(1, -1), None, 8, 0, k, gcd(k, BYTE_STRIPE), arrived,
+                          bias)  # fmt: skip

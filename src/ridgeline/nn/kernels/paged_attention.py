@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.e4m3 import widened
 from ridgeline.nn.kernels.early import wait
 from ridgeline.nn.kernels.paged_decode import EACH, ROWS, STAGES, WARPS, _attend_few, own_keys
-from ridgeline.nn.kernels.paged_rows import changed, rows_and_keys
+from ridgeline.nn.kernels.paged_rows import changed, leave, rows_and_keys
 from ridgeline.nn.kernels.quick import Quick, blocks, power, quick
 from ridgeline.nn.kernels.target import capability
 from ridgeline.nn.memory.step_pages import Pages
@@ -42,14 +43,14 @@ _KINDS = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3, "native fp8": 4}
 @triton.jit
 def _loaded(place, mask, KIND: tl.constexpr, dtype: tl.constexpr):
     """Stored numbers in ``dtype``: plain, codes of int8, or of fp8 (e4m3), for which processors before 8.9 have no
-    instruction: its bits in fp16 are 1/256 of its value."""
+    instruction."""
     x = tl.load(place, mask, other=0)
     if KIND == 3:
-        bits = x.to(tl.int32)
-        x = ((bits + (bits & 128)) << 7).to(tl.int16).to(tl.float16, bitcast=True)
+        return widened(x, dtype)
     elif KIND == 4:
-        x = x.to(tl.float8e4nv, bitcast=True)
-    return x.to(dtype)
+        return x.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit
@@ -232,21 +233,9 @@ def _attend(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, work, 
     if KIND == 2:
         out_low += rest_low[:, None]
         out_high += rest_high[:, None]
-    if KIND == 3:
-        out_low *= 256.0
     line = (start + query).to(tl.int64) * (groups * repeat) + head
-    if SPLIT:
-        to = acc + (line * splits + s)[:, None] * WIDTH + wide[None, :]
-        tl.store(to, out_low, both & (total > 0)[:, None])
-        if KIND == 2:
-            tl.store(to + STORED, out_high, both & (total > 0)[:, None])
-        tl.store(stats + (line * splits + s) * 2, peak, mine)
-        tl.store(stats + (line * splits + s) * 2 + 1, total, mine)
-    else:
-        to = out + line[:, None] * WIDTH + wide[None, :]
-        tl.store(to, (out_low / total[:, None]).to(out.dtype.element_ty), both)
-        if KIND == 2:
-            tl.store(to + STORED, (out_high / total[:, None]).to(out.dtype.element_ty), both)
+    leave(out, acc, stats, out_low, out_high, peak, total, line, wide[None, :], mine, both, splits, 1, SPLIT, KIND == 2,
+          STORED)  # fmt: skip
 
 
 @quick
@@ -327,7 +316,7 @@ def paged_attention(
         operands = (
             q, k, *scaled[:2], v, *scaled[2:], out, acc, stats, work.items, given.table, given.lengths, given.starts,
             slopes, sinks, slots, given.table.shape[1], groups, repeat, q.stride(0), q.stride(1), abs(window) or 2**30,
-            splits, width**-0.5 * (256.0 if kind == "fp8" else 1.0), changes.soft_cap or 1.0,
+            splits, width**-0.5, changes.soft_cap or 1.0,
         )  # fmt: skip
         settings = {
             "KIND": _KINDS[kind], "WINDOWED": window != 0, "CHUNKED": window < 0,

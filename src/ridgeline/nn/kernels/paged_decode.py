@@ -13,7 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.nn.kernels.paged_rows import changed, rows_and_keys
+from ridgeline.nn.kernels.e4m3 import widened
+from ridgeline.nn.kernels.paged_rows import changed, leave, rows_and_keys
 from ridgeline.nn.kernels.quick import quick
 
 WARPS, ROWS = 4, 8
@@ -66,7 +67,7 @@ LOW_F16, HIGH_F16 = (tl.constexpr(_NIBBLES.format(down, "0x64006400")) for down 
 def _numbers(codes, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr, RAISED: tl.constexpr,
              ASSEMBLY: tl.constexpr):  # fmt: skip
     """Codes as numbers of ``dtype``. ``RAISED``: int8 by 128, and nibbles and int8 by 128 in bf16 and fp32, by 1024 in
-    fp16, which saves an instruction. fp8 without an instruction: 1/256."""
+    fp16, which saves an instruction."""
     TOP: tl.constexpr = 1024 if dtype == tl.float16 else 128
     if ASSEMBLY and KIND == 1 and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [codes], tl.bfloat16, True, 4)
@@ -88,8 +89,7 @@ def _numbers(codes, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr,
     elif KIND == 2:
         return (((codes.to(tl.int32) >> (4 * HALF)) & 15) + (TOP if RAISED else 0)).to(dtype)
     elif KIND == 3:
-        bits = codes.to(tl.int32)
-        return ((bits + (bits & 128)) << 7).to(tl.int16).to(tl.float16, bitcast=True).to(dtype)
+        return widened(codes, dtype)
     elif KIND == 4:
         return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
     else:
@@ -100,6 +100,48 @@ def _numbers(codes, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr,
 def _half_of(words, high):
     """One half of words of 32 bits, as the fp16 that it is, in fp32. ``high``: 0 or 1."""
     return (words >> (16 * high)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scores(lows, highs, sums_low, sums_high, codes, scale, least, slot, KIND: tl.constexpr, TOP: tl.constexpr,
+            ASSEMBLY: tl.constexpr):  # fmt: skip
+    """Products [WARPS, EACH, ROWS] of each warp's keys with the queries, ``lows`` and of nibbles ``highs`` [WARPS,
+    STORED, ROWS], whose sums are taken off with what codes have on top. ``slot``: where scales stand [WARPS, EACH]."""
+    keys = _numbers(codes, KIND, 0, lows.dtype, TOP > 0, ASSEMBLY)
+    scores = tl.dot(keys, lows, input_precision="ieee")
+    if KIND == 1:
+        by = _half_of(tl.load(scale + slot // 2), (slot % 2).to(tl.int32))[:, :, None]
+        scores = (scores - (TOP + 128.0) * sums_low) * by
+    if KIND == 2:
+        words, leasts = tl.load(scale + slot), tl.load(least + slot)
+        by = _half_of(words, 0)[:, :, None]
+        scores = scores * by + sums_low * (_half_of(leasts, 0)[:, :, None] - TOP * by)
+        others = tl.dot(_numbers(codes, KIND, 1, lows.dtype, True, ASSEMBLY), highs, input_precision="ieee")
+        by = _half_of(words, 1)[:, :, None]
+        scores += others * by + sums_high * (_half_of(leasts, 1)[:, :, None] - TOP * by)
+    return scores
+
+
+@triton.jit
+def _add_values(weights, out_low, out_high, rest_low, rest_high, codes, shrink, scale, least, slot, KIND: tl.constexpr,
+                dtype: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
+    """What is summed so far, which ``shrink`` multiplies, with values by their ``weights``."""
+    values = _numbers(codes, KIND, 0, dtype, False, ASSEMBLY)
+    out_low = out_low * shrink[:, None, :]
+    if KIND == 2:
+        words, leasts = tl.load(scale + slot), tl.load(least + slot)
+        rest_low = rest_low * shrink + tl.sum(weights * _half_of(leasts, 0)[:, :, None], 1)
+        rest_high = rest_high * shrink + tl.sum(weights * _half_of(leasts, 1)[:, :, None], 1)
+        scaled = (weights * _half_of(words, 0)[:, :, None]).to(dtype)
+        out_low = tl.dot(values, scaled, out_low, input_precision="ieee")
+        scaled = (weights * _half_of(words, 1)[:, :, None]).to(dtype)
+        values = _numbers(codes, KIND, 1, dtype, False, ASSEMBLY)
+        out_high = tl.dot(values, scaled, out_high * shrink[:, None, :], input_precision="ieee")
+    else:
+        if KIND == 1:
+            weights *= _half_of(tl.load(scale + slot // 2), (slot % 2).to(tl.int32))[:, :, None]
+        out_low = tl.dot(values, weights.to(dtype), out_low, input_precision="ieee")
+    return out_low, out_high, rest_low, rest_high
 
 
 @quick
@@ -116,7 +158,6 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
     two slots where a slot has one, of both halves of a head where it has two.
     """
     TILE: tl.constexpr = EACH * WARPS
-    WIDTH: tl.constexpr = STORED * 2 if KIND == 2 else STORED
     g, s = tl.program_id(1), tl.program_id(2)
     b, length, start, query, head, mine, position, _, oldest, begin, end = rows_and_keys(
         work, table, lengths, starts, repeat, window, splits, CHUNKED, ROWS, TILE, LEAST, EARLY
@@ -132,6 +173,7 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
     key_dtype: tl.constexpr = tl.float16 if KIND != 0 and KIND != 2 and dtype == tl.bfloat16 else dtype
     value_dtype: tl.constexpr = tl.float16 if KIND >= 3 and dtype == tl.bfloat16 else dtype
     low = low.to(key_dtype)
+    sums_low, highs, sums_high, out_high, rest_low, rest_high = low, low, low, low, low, low  # if they are not used
     lows = tl.broadcast_to(low[None, :, :], [WARPS, STORED, ROWS])
     # What codes have on top where that is taken from sums.
     TOP: tl.constexpr = 0.0 if KIND != 1 and KIND != 2 else 1024.0 if key_dtype == tl.float16 else 128.0
@@ -166,20 +208,7 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
         slot = block.to(tl.int64) * BLOCK + key % BLOCK
         spot = slot[:, :, None] * STORED + wide[None, None, :]
         codes = tl.load(k + spot)
-        keys = _numbers(codes, KIND, 0, key_dtype, TOP > 0, ASSEMBLY)
-        scores = tl.dot(keys, lows, input_precision="ieee")
-        if KIND == 1:
-            which = base + slot
-            high_one = (which % 2).to(tl.int32)
-            by = _half_of(tl.load(k_scale + which // 2), high_one)[:, :, None]
-            scores = (scores - (TOP + 128.0) * sums_low) * by
-        if KIND == 2:
-            words, leasts = tl.load(k_scale + base + slot), tl.load(k_least + base + slot)
-            by = _half_of(words, 0)[:, :, None]
-            scores = scores * by + sums_low * (_half_of(leasts, 0)[:, :, None] - TOP * by)
-            others = tl.dot(_numbers(codes, KIND, 1, key_dtype, True, ASSEMBLY), highs, input_precision="ieee")
-            by = _half_of(words, 1)[:, :, None]
-            scores += others * by + sums_high * (_half_of(leasts, 1)[:, :, None] - TOP * by)
+        scores = _scores(lows, highs, sums_low, sums_high, codes, k_scale, k_least, base + slot, KIND, TOP, ASSEMBLY)
         scores, unit = changed(scores, n[:, :, None], length, slope, scale, cap, CAPPED, SLOPES)
         visible = n[:, :, None] <= tl.minimum(position, end - 1)[None, None, :]
         if WINDOWED:
@@ -192,21 +221,10 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
         peak = higher
         total = total * shrink + tl.sum(weights, 1)
         codes = tl.load(v + slot[:, None, :] * STORED + wide[None, :, None])
-        values = _numbers(codes, KIND, 0, value_dtype, False, ASSEMBLY)
-        out_low = out_low * shrink[:, None, :]
-        if KIND == 2:
-            words, leasts = tl.load(v_scale + base + slot), tl.load(v_least + base + slot)
-            rest_low = rest_low * shrink + tl.sum(weights * _half_of(leasts, 0)[:, :, None], 1)
-            rest_high = rest_high * shrink + tl.sum(weights * _half_of(leasts, 1)[:, :, None], 1)
-            scaled = (weights * _half_of(words, 0)[:, :, None]).to(value_dtype)
-            out_low = tl.dot(values, scaled, out_low, input_precision="ieee")
-            scaled = (weights * _half_of(words, 1)[:, :, None]).to(value_dtype)
-            values = _numbers(codes, KIND, 1, value_dtype, False, ASSEMBLY)
-            out_high = tl.dot(values, scaled, out_high * shrink[:, None, :], input_precision="ieee")
-        else:
-            if KIND == 1:
-                weights *= _half_of(tl.load(v_scale + which // 2), high_one)[:, :, None]
-            out_low = tl.dot(values, weights.to(value_dtype), out_low, input_precision="ieee")
+        out_low, out_high, rest_low, rest_high = _add_values(
+            weights, out_low, out_high, rest_low, rest_high, codes, shrink, v_scale, v_least, base + slot, KIND,
+            value_dtype, ASSEMBLY,
+        )  # fmt: skip
     # The warps' sums, by the largest score of all.
     whole = tl.max(peak, 0)
     factor = tl.exp2(peak - tl.where(whole == float("-inf"), 0.0, whole)[None, :])
@@ -214,23 +232,10 @@ def _attend_few(q, k, k_scale, k_least, v, v_scale, v_least, out, acc, stats, wo
     if KIND == 2:
         out_low += rest_low[:, None, :]
         out_high = tl.sum((out_high + rest_high[:, None, :]) * factor[:, None, :], 0)
-    if KIND == 3:
-        factor *= 256.0
     out_low = tl.sum(out_low * factor[:, None, :], 0)
     line = (start + query).to(tl.int64) * (groups * repeat) + head
-    if SPLIT:
-        to = acc + (line * splits + s)[None, :] * WIDTH + wide[:, None]
-        any_seen = (mine & (total > 0))[None, :]
-        tl.store(to, out_low, any_seen)
-        if KIND == 2:
-            tl.store(to + STORED, out_high, any_seen)
-        tl.store(stats + (line * splits + s) * 2, whole, mine)
-        tl.store(stats + (line * splits + s) * 2 + 1, total, mine)
-    else:
-        to = out + line[None, :] * WIDTH + wide[:, None]
-        tl.store(to, (out_low / total[None, :]).to(out.dtype.element_ty), mine[None, :])
-        if KIND == 2:
-            tl.store(to + STORED, (out_high / total[None, :]).to(out.dtype.element_ty), mine[None, :])
+    leave(out, acc, stats, out_low, out_high, whole, total, line, wide[:, None], mine, mine[None, :], splits, 0, SPLIT,
+          KIND == 2, STORED)  # fmt: skip
 
 
 def own_keys(rows: int, kind: str, stored: int, width: int, group: int, slots: int) -> bool:

@@ -1,5 +1,5 @@
-"""What kernels of attention over a paged pool share, in Triton: the rows of a program, the keys that they see, and what
-a model does to scores. Imported only where Triton is installed.
+"""What kernels of attention over a paged pool share, in Triton: the rows of a program, the keys that they see, what a
+model does to scores, and how results are left. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -44,6 +44,29 @@ def rows_and_keys(work, table, lengths, starts, repeat, window, splits, CHUNKED:
     begin += s * part
     end = tl.minimum(begin + part, seen)
     return b, length, start, query, head, query < count, position, first, oldest, begin, end
+
+
+@triton.jit
+def leave(out, acc, stats, low, high, peak, total, line, wide, mine, there, splits, AXIS: tl.constexpr,
+          SPLIT: tl.constexpr, HALVES: tl.constexpr, STORED: tl.constexpr):  # fmt: skip
+    """Store a program's sums of values, ``low`` and of the other half of a head ``high`` (``HALVES``), whose dimension
+    ``AXIS`` are numbers of a head, at ``wide``, and the other one rows, at ``line``: divided by the sum of weights,
+    ``total``, or, of a part of the keys (``SPLIT``), with that and the largest score, ``peak``. ``mine``: rows that
+    exist, ``there``: their numbers."""
+    WIDTH: tl.constexpr = STORED * 2 if HALVES else STORED
+    sums, part = tl.expand_dims(total, AXIS), line * splits + tl.program_id(2)
+    if SPLIT:
+        to = acc + tl.expand_dims(part, AXIS) * WIDTH + wide
+        tl.store(to, low, there & (sums > 0))
+        if HALVES:
+            tl.store(to + STORED, high, there & (sums > 0))
+        tl.store(stats + part * 2, peak, mine)
+        tl.store(stats + part * 2 + 1, total, mine)
+    else:
+        to = out + tl.expand_dims(line, AXIS) * WIDTH + wide
+        tl.store(to, (low / sums).to(out.dtype.element_ty), there)
+        if HALVES:
+            tl.store(to + STORED, (high / sums).to(out.dtype.element_ty), there)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ multiplies bf16 at half the rate of fp32. Many rows are multiplied in fp32 there
 the same products, sums in fp32 and one rounding, as oneDNN has them. Few rows wait for the weight's bytes either way.
 
 Of one row in 16 bits on GPUs, in served models, also with weights in float8 codes, by
-:mod:`~ridgeline.nn.kernels.gemv`.
+:mod:`~ridgeline.nn.kernels.gemv`; of more rows with such codes by :mod:`~ridgeline.nn.kernels.lowbit_matmul`.
 
 And what a product of merged projections is: :class:`Product`.
 """
@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ridgeline.nn.kernels.dispatch import has_triton, note_library
+from ridgeline.nn.kernels.dispatch import has_float8, has_triton, note_library
 from ridgeline.nn.kernels.peaks import GatedGradient, Wish
+from ridgeline.spec.lowbit import FLOAT8_ROWS
 
 LARGE, MANY = 1 << 20, 1 << 26
 """Numbers of a weight, or products with it, from which oneDNN is asked: its first product of a shape takes longer, and
@@ -208,22 +209,32 @@ def served_gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Non
 
 
 def product_of_codes(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, gated: bool = False
+    x: Tensor, codes: Tensor, scales: Tensor, arrived: Tensor, bias: Tensor | None, gated: bool = False
 ) -> Tensor | None:
-    """One row, x [..., k] in 16 bits, times e4m3 ``codes`` [n, k] that ``scales`` (fp32 [n, 1]) are to be multiplied
-    by, plus ``bias`` [n] → [..., n], in one launch; or SwiGLU of that (``gated``) → [..., n / 2]. Inputs are not
-    rounded. None: not of this many rows, or not on a GPU."""
-    if torch.compiler.is_compiling() or not _is_row(x, codes, bias, scales):
+    """x [..., k] in 16 bits times e4m3 ``codes`` [n, k] that ``scales`` (fp32 [n, 1]) are to be multiplied by, plus
+    ``bias`` [n] → [..., n]; or, of one row, SwiGLU of that (``gated``) → [..., n / 2]. Inputs are not rounded.
+    ``arrived`` as of :func:`~ridgeline.nn.kernels.lowbit_matmul.lowbit_product`. None: not of this many rows, as the
+    device multiplies float8, or not on a GPU."""
+    if torch.compiler.is_compiling() or not _suits_triton(x, codes, bias, scales):
         return None
-    from ridgeline.nn.kernels.gemv import product_of_row
+    if x.shape[-1] == x.numel():
+        from ridgeline.nn.kernels.gemv import product_of_row
 
-    return product_of_row(x, codes, bias, gated, scales)
+        return product_of_row(x, codes, bias, gated, scales)
+    if gated or not x.numel() or (x.numel() > FLOAT8_ROWS * x.shape[-1] and has_float8(x.device)):
+        return None
+    from ridgeline.nn.kernels.lowbit_matmul import float8_product
+
+    return float8_product(x.reshape(-1, x.shape[-1]), codes, scales, arrived, bias).view(*x.shape[:-1], len(codes))
 
 
-def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> bool:
-    """Whether the kernel for one row computes it. Looks at shapes alone, not at data."""
-    if x.shape[-1] != x.numel():  # first, as most are not
-        return False
+def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel for one row computes it."""
+    return x.shape[-1] == x.numel() and _suits_triton(x, weight, bias)  # first what most are not
+
+
+def _suits_triton(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> bool:
+    """Whether our kernels for few rows can read this, and nothing is recorded. Looks at shapes alone, not at data."""
     given = (x, weight) if bias is None else (x, weight, bias)
     kind = x.dtype if scales is None else torch.float8_e4m3fn
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.requires_grad or not _for_triton(*given):
@@ -316,7 +327,7 @@ class Joined(nn.Module):
     that read the same input: those whose tensors lie together."""
 
     def rows(self) -> list[Tensor]:
-        """Its tensors whose rows are outputs."""
+        """Its tensors that those of others are to follow: their rows are outputs, or counters for these."""
         raise NotImplementedError
 
     def joined(self, parts: Sequence[nn.Module]) -> Joined | None:

@@ -29,6 +29,7 @@ from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.model.transformer import LMHead, MLMHead, Transformer, TransformerBlock, add_then_norm
 from ridgeline.nn.quant.codes import Stripes, bare
 from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.packed_model import PackedExperts, expand_expert
 
 # ---- residual additions and norms -----------------------------------------------------------------------------------
 
@@ -246,6 +247,11 @@ def join_served(model: Transformer) -> None:
             parts = [module.gate_proj, module.up_proj]
             merged = _served_together(parts)
             module.expand = partial(expand_merged, known=_Known(parts)) if merged else module.expand
+        elif isinstance(module, PackedExperts) and module.activation == "silu" and module.gate_proj is not None:
+            pairs = [list(pair) for pair in zip(module.gate_proj, module.up_proj, strict=True)]
+            merged = module.gate_bias is module.up_bias is None and all(map(_served_together, pairs))
+            known = [_Known(pair) for pair in pairs] if merged else []
+            module.expand = partial(expand_merged_expert, known=known) if merged else module.expand
         else:
             continue
         if merged:
@@ -434,10 +440,8 @@ def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None, known:
     :func:`project_merged`."""
     assert mlp.gate_proj is not None
     parts: list[nn.Module] = [mlp.gate_proj, mlp.up_proj]
-    if (joined := _joined(parts, known)) is not None:
-        return joined.gated(x)
-    if (both := _product_of_codes(x, parts, known)) is not None:
-        return functions.bias_activation(both, None, "silu")
+    if (y := _gated_of_codes(x, parts, known)) is not None:
+        return y
     found = _merged(x, parts, known)
     if found is None:
         return expand(mlp, x)
@@ -446,6 +450,21 @@ def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None, known:
     rows = x.to(compute_dtype(x)).flatten(0, -2)
     y = functions.gated_linear(shared(x, rows), merged, bias, tensors, kernel, product, _wish(mlp.down_proj))
     return shared(y, y.view(*x.shape[:-1], -1))
+
+
+def expand_merged_expert(experts: PackedExperts, e: int, rows: Tensor, known: list[_Known]) -> Tensor:
+    """:func:`~ridgeline.nn.quant.packed_model.expand_expert` of SwiGLU by one product."""
+    assert experts.gate_proj is not None
+    y = _gated_of_codes(rows, [experts.gate_proj[e], experts.up_proj[e]], known[e])
+    return expand_expert(experts, e, rows) if y is None else y
+
+
+def _gated_of_codes(x: Tensor, parts: list[nn.Module], known: _Known | None) -> Tensor | None:
+    """SwiGLU of a product with codes that lie together; None if they do not."""
+    if (joined := _joined(parts, known)) is not None:
+        return joined.gated(x)
+    both = _product_of_codes(x, parts, known)
+    return None if both is None else functions.bias_activation(both, None, "silu")
 
 
 # ---- loss -----------------------------------------------------------------------------------------------------------

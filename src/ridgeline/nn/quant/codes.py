@@ -31,6 +31,11 @@ def bare(module: M) -> M:
     return new
 
 
+def counters(out: int, device: torch.device) -> Tensor:
+    """int32 zeros for the programs of a weight with ``out`` outputs."""
+    return torch.zeros(-(-out // COUNTED) * COUNTERS, dtype=torch.int32, device=device)
+
+
 class Codes(nn.Module):
     """What a layer holds of a :class:`Packed` (outliers apart). In parameters, so that memory is counted."""
 
@@ -149,8 +154,7 @@ class Stripes(Codes):
         codes = codes.view(self.out, -1, per, self.stripe).transpose(2, 3).reshape(self.out, -1)
         zero = None if zero is None else zero.contiguous()
         self.hold(words=pack_bits(codes, self.bits), scale=scale.contiguous(), zero=zero)
-        arrived = torch.zeros(-(-self.out // COUNTED) * COUNTERS, dtype=torch.int32, device=codes.device)
-        self.register_buffer("arrived", arrived, persistent=False)
+        self.register_buffer("arrived", counters(self.out, codes.device), persistent=False)
 
     def _codes(self, start: int, stop: int) -> Tensor:
         """uint8 [stop - start, in], in the order of the inputs."""

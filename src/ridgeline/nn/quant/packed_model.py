@@ -29,6 +29,18 @@ from ridgeline.spec.model import ModelSpec
 BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
+def expand_expert(experts: PackedExperts, e: int, rows: Tensor) -> Tensor:
+    """The last projection's input, [n, inner], of expert ``e`` from ``rows`` [n, h]."""
+    up = _plus(experts.up_proj[e](rows), experts.up_bias, e)
+    if experts.gate_proj is None:
+        return ACTIVATIONS[experts.activation](up)
+    return gated(experts.activation, _plus(experts.gate_proj[e](rows), experts.gate_bias, e), up)
+
+
+def _plus(y: Tensor, biases: Tensor | None, e: int, share: float = 1.0) -> Tensor:
+    return y if biases is None else y + biases[e].to(y.dtype) * share
+
+
 class PackedExperts(nn.Module):
     """A mixture's experts as :class:`~ridgeline.nn.model.moe.Experts`, each projection a :class:`PackedLinear`."""
 
@@ -48,6 +60,8 @@ class PackedExperts(nn.Module):
         self.activation = activation
         self.gate_proj = None if gate is None else nn.ModuleList(gate)
         self.up_proj, self.down_proj = nn.ModuleList(up), nn.ModuleList(down)
+        self.expand = expand_expert
+        """Everything of an expert up to the activation; may be replaced by a fused function."""
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """``rows`` [n, h] sorted by expert, ``counts[e]`` of them for expert e → [n, h] in the same order."""
@@ -56,16 +70,7 @@ class PackedExperts(nn.Module):
 
     def one(self, e: int, rows: Tensor) -> Tensor:
         """Expert ``e`` of ``rows`` [n, h] → [n, h]."""
-        inner = self._plus(self.up_proj[e](rows), self.up_bias, e)
-        if self.gate_proj is None:
-            inner = ACTIVATIONS[self.activation](inner)
-        else:
-            inner = gated(self.activation, self._plus(self.gate_proj[e](rows), self.gate_bias, e), inner)
-        return self._plus(self.down_proj[e](inner), self.down_bias, e, self.bias_share)
-
-    @staticmethod
-    def _plus(y: Tensor, biases: Tensor | None, e: int, share: float = 1.0) -> Tensor:
-        return y if biases is None else y + biases[e].to(y.dtype) * share
+        return _plus(self.down_proj[e](self.expand(self, e, rows)), self.down_bias, e, self.bias_share)
 
     def modules_of(self, e: int) -> dict[str, nn.Module]:
         """Expert ``e``'s projections by name."""

@@ -19,6 +19,7 @@ from ridgeline.graph.graph import LATENT, Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES, Device
 from ridgeline.spec.errors import unknown
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.lowbit import FLOAT8_ROWS, MANY_ROWS
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.scheduling import OWN, Limits, Scheduling, engine_name
 from ridgeline.techniques.technique import Technique
@@ -76,7 +77,7 @@ class EngineCosts:
     fused: bool = True
     """Whether it merges products of the same input, and norms with adjacent operators."""
     casts: bool = False
-    """Whether a kernel of its own rounds the inputs of each 8-bit product, row by row, and products of one row read
+    """Whether a kernel of its own rounds the inputs of each 8-bit product, row by row, and products of few rows read
     them in 16 bits; otherwise norms write 8 bits."""
     worker_s: float = 0.0
     """Additional seconds between iterations for every worker process, of several, to which its inputs are sent."""
@@ -402,11 +403,11 @@ def _fuse(b: Block, model: ModelSpec, casts: bool) -> None:
             ops[group[0]] = _side_by_side([ops[name] for name in group])
             for name in group[1:]:
                 del ops[name]
+    ops = _by_codes(ops, b.forward[0].dtype) if casts else ops
     for name in [n for n, o in ops.items() if o.kind == "quantize"]:
-        product = name.removesuffix(".quantize")
-        if casts and ops[product].shape[-3] > 1:
+        if casts:
             ops[name] = changed(ops[name], kind="cast", bytes=ops[name].bytes * 5 / 3)  # read twice: for scales first
-        elif casts or product in _AFTER_NORM:
+        elif name.removesuffix(".quantize") in _AFTER_NORM:
             del ops[name]  # the norm before it writes 8 bits, or nothing does
         else:
             ops[name] = changed(ops[name], kind="cast")  # one pass: the scales are known or per token
@@ -431,6 +432,27 @@ def _fuse(b: Block, model: ModelSpec, casts: bool) -> None:
             ops[residual] = changed(ops[residual], bytes=ops[residual].bytes * 4 / 3)
             del ops[norm]
     b.forward = list(ops.values())
+
+
+def _by_codes(ops: dict[str, Op], wide: str) -> dict[str, Op]:
+    """Operators with products by float8 weights as Ridgeline's engine has them, inputs being in ``wide``: of few rows,
+    and of all where the device does not multiply float8, in 16 bits, with codes that a kernel reads, or, of many rows
+    there, with a weight that another one has expanded."""
+    out: dict[str, Op] = {}
+    for name, o in ops.items():
+        if o.kind != "gemm" or o.weight_dtype != "fp8" or DTYPE_BYTES[wide] != 2:
+            out[name] = o
+            continue
+        rows, count = o.shape[-3], max(1.0, o.experts)
+        if o.dtype == "fp8" and rows <= FLOAT8_ROWS * count:
+            out.pop(f"{name}.quantize", None)
+            o = changed(o, dtype=wide, bytes=o.bytes + rows * o.shape[-1])
+        elif o.dtype != "fp8" and rows > MANY_ROWS * count:
+            codes = o.weight_bytes
+            out[f"{name}.expand"] = Op(f"{name}.expand", o.module, "cast", bytes=3 * codes, dtype=wide)
+            o = changed(o, bytes=o.bytes + codes, weight_bytes=2 * codes, weight_dtype="")
+        out[name] = o
+    return out
 
 
 def _side_by_side(ops: list[Op]) -> Op:

@@ -32,8 +32,8 @@ class FP8(Technique):
     stored in fp8 and multiplied in 16 bits.
 
     At inference each row of inputs has a scale, a power of two, and a product's results are rounded to bf16. On a GPU
-    one row is not rounded to fp8: its kernel reads the codes of weights and multiplies inputs in 16 bits, so that a
-    sequence that is decoded alone has smaller errors than one in a batch.
+    up to 8 rows are not rounded to fp8: their kernels read the codes of weights and multiply inputs in 16 bits, so that
+    few sequences have smaller errors than those of a larger batch; without fp8 units no rows are.
     """
 
     card: ClassVar[Card] = Card(

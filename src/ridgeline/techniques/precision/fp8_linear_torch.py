@@ -29,7 +29,7 @@ from ridgeline.nn.kernels.products import Joined, OwnProduct, is_linear, product
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
 from ridgeline.nn.quant.codec import E4M3, Layouts, encodes_gated, layouts, quantize
-from ridgeline.nn.quant.codes import bare
+from ridgeline.nn.quant.codes import bare, counters
 from ridgeline.nn.quant.packed_model import BIASES, PackedExperts
 
 _latest: tuple[weakref.ref[Tensor], int, bool, Layouts] | None = None
@@ -191,44 +191,48 @@ def use_fp8(model: nn.Module, how: Float8Product = Float8Product()) -> list[str]
 class StoredFp8Linear(Joined):
     """A frozen linear layer stored as e4m3 codes (a byte per weight) with one scale, for inference.
 
-    One row on a GPU is multiplied as it is, in 16 bits, by weights that are widened in registers. Of more rows, where
-    the device multiplies float8, inputs are rounded to e4m3 with a power of two for each row, found and written
-    by one kernel, so that no row's result depends on what others hold; results are rounded to bf16, as
-    ``torch._scaled_mm`` has scales for rows. Elsewhere weights are widened and inputs not rounded.
+    Few rows on a GPU (``FLOAT8_ROWS``) are multiplied as they are, in 16 bits, by weights that are widened in
+    registers. Of more rows, where the device multiplies float8, inputs are rounded to e4m3 with a power of two for each
+    row, found and written by one kernel, so that no row's result depends on what others hold; results are rounded to
+    bf16, as ``torch._scaled_mm`` has scales for rows. Elsewhere weights are widened and inputs not rounded: on a GPU
+    that does not multiply float8 in registers, up to ``MANY_ROWS`` rows.
     """
 
     inverse: Tensor
     """What codes are multiplied by, fp32 [out, 1]: of each row, so that layers can be joined."""
+    arrived: Tensor
+    """As of :class:`~ridgeline.nn.quant.codes.Stripes`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         codes, scale = quantize(linear.weight.detach(), E4M3)
         self.codes = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
-        self.scale = nn.Parameter(scale, requires_grad=False)
         self.register_buffer("inverse", scale.reciprocal().repeat(self.out_features, 1), persistent=False)
+        self.register_buffer("arrived", counters(self.out_features, codes.device), persistent=False)
         self.bias = linear.bias
 
     def rows(self) -> list[Tensor]:
-        """Codes and what they are multiplied by."""
-        return [self.codes, self.inverse]
+        """Codes, what they are multiplied by, and counters."""
+        return [self.codes, self.inverse, self.arrived]
 
     def joined(self, parts: Sequence[nn.Module]) -> StoredFp8Linear | None:
         """Weights keep the scales of their parts."""
         alike = cast(Sequence[StoredFp8Linear], parts)
-        codes, inverse = (adjacent(list(held)) for held in zip(*(p.rows() for p in alike), strict=True))
+        found = [adjacent(list(held)) for held in zip(*(p.rows() for p in alike), strict=True)]
+        codes, inverse, arrived = found
         biases: list[Tensor] = [p.bias for p in alike if p.bias is not None]
-        if codes is None or inverse is None or len(biases) not in (0, len(alike)):
+        if codes is None or inverse is None or arrived is None or len(biases) not in (0, len(alike)):
             return None
         whole = bare(self)
         whole._buffers = {}
         bias = torch.cat(biases) if biases else None
-        vars(whole).update(codes=codes, inverse=inverse, out_features=len(codes), bias=bias)
+        vars(whole).update(codes=codes, inverse=inverse, arrived=arrived, out_features=len(codes), bias=bias)
         return whole
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
-        if (y := self._of_row(x)) is not None:
+        if (y := self._by_codes(x)) is not None:
             return y
         dtype, codes = compute_dtype(x), self.codes.view(E4M3)
         if has_float8(x.device):
@@ -242,11 +246,11 @@ class StoredFp8Linear(Joined):
 
     def gated(self, x: Tensor) -> Tensor:
         """SwiGLU of gates, the first half of the outputs, and the others: [..., in] → [..., out / 2]."""
-        y = self._of_row(x, gated=True)
+        y = self._by_codes(x, gated=True)
         return bias_activation(self(x), None, "silu") if y is None else y
 
-    def _of_row(self, x: Tensor, gated: bool = False) -> Tensor | None:
-        return product_of_codes(x, self.codes.view(E4M3), self.inverse, self.bias, gated)
+    def _by_codes(self, x: Tensor, gated: bool = False) -> Tensor | None:
+        return product_of_codes(x, self.codes.view(E4M3), self.inverse, self.arrived, self.bias, gated)
 
 
 def store_experts(model: nn.Module) -> None:
