@@ -103,7 +103,8 @@ def headline(r: Result) -> str:
     for name in ("step_time_s", "tpot_s") if served else ("step_time_s", "e2e_s"):
         if name in r.metrics:
             return name
-    raise UserError("this prediction has no time to explain")
+    why = f": {r.reason}" if r.reason else ""
+    raise UserError(f"there is no time to explain{why}", "choose a plan that fits: `ridgeline plan` finds one")
 
 
 def tree(r: Result, name: str) -> TimePart:
@@ -252,7 +253,8 @@ def _moves(e: Experiment, name: str, now: float) -> list[Move]:
         if e.plan.has(technique) or (e.task == "pretrain" and cls.card.bound == "falls"):
             continue
         quality = "" if cls.card.lossless else " (may change quality)"
-        for options in [{}, dict(cls.card.example)] if cls.card.example else [{}]:
+        example = {} if "model_shape" in cls.card.owns else dict(cls.card.example)  # a small model's sizes
+        for options in [{}, example] if example else [{}]:
             calls = (*e.plan.calls, Call(name=technique, options=options))
             attempt(f"{calls[-1]}{quality}", e.model_copy(update={"plan": Plan(calls=calls), "parallel": {}}))
     if e.is_training:
