@@ -13,7 +13,7 @@ from zlib import crc32
 
 import pytest
 
-SHARE = 8
+SHARE = 16
 """``make test`` runs one in so many crossings, drawn by their names."""
 
 
