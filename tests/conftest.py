@@ -1,5 +1,6 @@
 """For every test: Ridgeline's own files go to a temporary directory, torch uses one thread (``OMP_NUM_THREADS``)."""
 
+import gc
 import itertools
 import os
 import sys
@@ -11,6 +12,7 @@ import ridgeline
 ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # they would compile every module again
+sys.dont_write_bytecode = False
 # The same for all: ranks of jobs are forked from one process for each of these paths.
 if Path(ridgeline.__file__).is_relative_to(ROOT):  # not where an installed wheel is tested
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
@@ -28,6 +30,19 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("nightly", max_examples=300, deadline=None)
 settings.register_profile("day", max_examples=30, deadline=None, derandomize=True)  # the same examples in every run
 settings.load_profile("day")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays: no search for garbage goes through it, now and between the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        gc.set_threshold(*gc.get_threshold()[:2], 50)  # what tests import later is as large, and stays too
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,14 @@ divide it, an optimizer in one layout) run at night only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 from zlib import crc32
 
 import pytest
 
-SHARE = 8
+SHARE = 16
 """``make test`` runs one in so many crossings, drawn by their names."""
 
 
@@ -30,6 +31,19 @@ def crossings(cases: Iterable[tuple[Any, ...]], share: int = SHARE, alone: int =
     return out
 
 
-def named(names: Iterable[str], share: int = SHARE) -> list[Any]:
-    """Cases by name, of which those that cross several things ("tensor x zero 1", "low, hybrid") may be nightly."""
-    return [pytest.param(n, marks=crossing(n, share) if " x " in n or ", " in n else []) for n in names]
+def named(names: Iterable[str], share: int = SHARE, nightly: Container[str] = ()) -> list[Any]:
+    """Cases by name, of which those that cross several things ("tensor x zero 1", "low, hybrid") may be nightly, and
+    those of ``nightly`` are."""
+    crossed = {n: crossing(n, share) if " x " in n or ", " in n else [] for n in names}
+    return [pytest.param(n, marks=[pytest.mark.nightly] if n in nightly else marks) for n, marks in crossed.items()]
+
+
+def every_value(*axes: Sequence[Any]) -> list[Any]:
+    """The product of ``axes`` as parameters. By day as many as the longest axis has values, each value of every axis
+    among them."""
+    by_day = {tuple(n % len(axis) for axis in axes) for n in range(max(map(len, axes)))}
+    return [
+        pytest.param(*(axis[i] for axis, i in zip(axes, at, strict=True)),
+                     marks=[] if at in by_day else [pytest.mark.nightly])
+        for at in itertools.product(*(range(len(axis)) for axis in axes))
+    ]  # fmt: skip

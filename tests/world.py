@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import shutil
@@ -104,6 +105,7 @@ class World:
 
 
 def _serve(rank: int, ranks: int, folder: str, pipe: Any, path: list[str]) -> None:
+    gc.freeze()  # what was imported before the fork stays
     sys.path[:] = [*path, str(ROOT)]
     import importlib
 

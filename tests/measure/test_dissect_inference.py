@@ -28,7 +28,7 @@ from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve
 from ridgeline.techniques.matrix import CPU
 
-PROMPT, OUTPUT, BATCH = 12, 6, 3
+PROMPT, OUTPUT, BATCH = 12, 4, 3
 MODULES = {"embedding", "qkv", "rope", "attention", "output", "mlp", "norm", "residual", "head", "sampling"}
 
 

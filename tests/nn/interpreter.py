@@ -3,6 +3,7 @@
 Modules that import this are skipped where there is neither.
 """
 
+import functools
 import importlib.util
 from importlib.metadata import version
 
@@ -19,19 +20,24 @@ if DEVICE == "cpu" and _refused:
     pytest.skip("this Triton's interpreter needs NumPy before 2.4", allow_module_level=True)
 
 
-def _patch_once() -> None:
-    """A kernel that calls another function patches the whole language again for every call:
-    in a dictionary that it makes anew: much of the interpreter's time. Here the language is patched once a launch."""
+def _faster() -> None:
+    """A kernel that calls another function patches the whole language again for every call: much of the interpreter's
+    time. Here the language is patched once a launch."""
     from triton.runtime import interpreter
 
-    if not hasattr(interpreter, "_patch_lang"):
+    if not (hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_get_np_dtype")):
         return  # another version of Triton: as slow as it is
     patch, languages = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
     launch, patched = None, set()
 
+    @functools.cache
+    def named(fn):
+        """Those of the languages that the module of ``fn`` names."""
+        return {id(value) for value in fn.__globals__.values() if any(value is each for each in languages)}
+
     def once(fn):
         nonlocal launch
-        seen = {id(value) for value in fn.__globals__.values() if any(value is each for each in languages)}
+        seen = named(fn)
         if launch is None or not launch._changes:  # restored behind the last launch
             launch = patch(fn)
             patched.clear()
@@ -42,7 +48,17 @@ def _patch_once() -> None:
         return launch  # who calls a function does not restore what it patched
 
     interpreter._patch_lang = once
+    find, found = interpreter._get_np_dtype, {}
+
+    def numpy_type(of):
+        """Whose table of all types is made for each operand otherwise. Blocks have that of their numbers."""
+        name = of.scalar.name
+        if name not in found:
+            found[name] = find(of)
+        return found[name]
+
+    interpreter._get_np_dtype = numpy_type
 
 
 if DEVICE == "cpu":
-    _patch_once()
+    _faster()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.crossings import every_value
 from tests.nn.interpreter import DEVICE
 from tests.serve.drafts import Oracle, drafted_by
 from tests.serving import ask, engine, greedy, model, run
@@ -70,11 +71,15 @@ def expected(q, held, table, block, window=0, changes=None):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("heads", "groups", "width", "block"), [(4, 4, 16, 1), (6, 2, 24, 16), (8, 1, 64, 4)])
-@pytest.mark.parametrize(
-    ("window", "changed"), [(0, ""), (70, ""), (-70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")]
-)
-def test_pages_give_what_gathered_keys_give(heads, groups, width, block, window, changed):
+SHAPES = [(4, 4, 16, 1), (6, 2, 24, 16), (8, 1, 64, 4)]
+"""Heads, key heads, width of a head, slots of a page."""
+SCORES = [(0, ""), (70, ""), (-70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")]
+"""Window, and what is done to scores."""
+
+
+@pytest.mark.parametrize(("shape", "scores"), every_value(SHAPES, SCORES))
+def test_pages_give_what_gathered_keys_give(shape, scores):
+    (heads, groups, width, block), (window, changed) = shape, scores
     q, stores, held, table, pages = step(heads, groups, width, block)
     sinks = torch.randn(heads, generator=torch.Generator().manual_seed(1))
     changes = {"soft cap": ScoreChanges(1.5, None, None), "alibi": ScoreChanges(None, alibi_slopes(heads), None),
@@ -85,11 +90,13 @@ def test_pages_give_what_gathered_keys_give(heads, groups, width, block, window,
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize(
-    ("heads", "groups", "width", "window"), [(6, 2, 64, 80), (2, 1, 256, 80), (2, 2, 24, 80), (4, 2, 128, 0)]
-)
-def test_pools_of_codes(kind, heads, groups, width, window):
+CODED = [(6, 2, 64, 80), (2, 1, 256, 80), (2, 2, 24, 80), (4, 2, 128, 0)]
+"""Heads, key heads, width of a head, window."""
+
+
+@pytest.mark.parametrize(("kind", "shape"), every_value(["int4", "int8", "fp8"], CODED))
+def test_pools_of_codes(kind, shape):
+    heads, groups, width, window = shape
     q, stores, held, table, pages = step(heads, groups, width, 16, kind)
     got = paged_attention(q.to(DEVICE), *stores, pages, window).cpu()
     want = expected(q, held, table, 16, window)
@@ -105,7 +112,7 @@ def test_an_odd_number_of_slots():
     torch.testing.assert_close(got.double(), expected(q, held, table, 1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("window", "changed"), [(70, ""), (-70, ""), (0, "soft cap"), (70, "alibi"), (0, "sinks")])
+@pytest.mark.parametrize(("window", "changed"), SCORES[1:])
 def test_few_rows_over_codes(window, changed):
     """By the kernel whose warps have keys of their own, of one key head and of several parts."""
     heads = 4

@@ -41,7 +41,15 @@ def peak(e):
     return predict(e).metrics["peak_bytes"].value
 
 
-@pytest.mark.parametrize("others", [[], ["flash_attention"], ["mixed_precision"], ["lora:rank=4"]], ids="+".join)
+@pytest.mark.parametrize(
+    "others",
+    [
+        [],
+        ["lora:rank=4"],
+        *(pytest.param([n], marks=pytest.mark.nightly) for n in ("flash_attention", "mixed_precision")),
+    ],
+    ids="+".join,
+)
 @pytest.mark.parametrize("share", [0.6, pytest.param(0.85, marks=pytest.mark.nightly)])
 def test_the_budget_is_kept_as_simulated_and_predicted(others, share, corpus):
     budget = int(share * peak(wider(corpus, *others)))
@@ -66,7 +74,7 @@ def test_accumulation_and_recomputation(corpus):
     assert swapper.copies > 0
 
 
-@pytest.mark.parametrize("other", ["zero:stage=3", "data_parallel"])
+@pytest.mark.parametrize("other", ["zero:stage=3", pytest.param("data_parallel", marks=pytest.mark.nightly)])
 def test_on_two_ranks(other, corpus):
     whole = world(2).run(total_on_rank, wider(corpus, other, ranks=2))[0]
     budget = int(0.85 * whole)

@@ -88,7 +88,7 @@ FAMILIES = {
 
 def some_families(layout):
     """Those that `make test` divides so: all of them train in one process in tests/train/test_families.py."""
-    return [pytest.param(family, marks=crossing(f"{layout} {family}", 5)) for family in FAMILIES]
+    return [pytest.param(family, marks=crossing(f"{layout} {family}", 8)) for family in FAMILIES]
 
 
 @pytest.mark.parametrize("family", some_families("tensor"))

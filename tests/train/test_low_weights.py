@@ -146,7 +146,7 @@ def go_on(rank, e, folder, steps):
 
 
 def test_a_checkpoint_moves_between_layouts_with_its_masters(corpus, tmp_path):
-    fields = {"optimizer": "adamw", "lr": 3e-3, "batch_size": 8, "micro_batch_size": 1, "steps": 10, "model": DEEP}
+    fields = {"optimizer": "adamw", "lr": 3e-3, "batch_size": 8, "micro_batch_size": 2, "steps": 10, "model": DEEP}
     straight = train(experiment(corpus, LOW, **fields))
     left: dict[str, torch.Tensor] = {}
     for ranks, plan in LAYOUTS:

@@ -187,7 +187,11 @@ def copied(rank, e):
 
 
 CASES = [
-    *[((plan,), 1, micro) for plan in PLANS for micro in (None, 1)],
+    *[
+        pytest.param((plan,), 1, micro, marks=[pytest.mark.nightly] if (i + j) % 2 else [])  # by day one of each plan
+        for i, plan in enumerate(PLANS)
+        for j, micro in enumerate((None, 1))
+    ],
     (("activation_offload",), 1, None),
     (("activation_offload", "flash_attention", "zero_infinity"), 1, 1),
     (("recompute", "activation_offload"), 1, None),

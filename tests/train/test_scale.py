@@ -1,12 +1,12 @@
 """Plans for clusters that are not here: fake process groups and meta tensors build every technique's real side, and
 each rank's real parameter shapes are those that were predicted."""
 
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 from tests.crossings import crossing
+from tests.world import forks
 
 from ridgeline import catalog, experiments
 from ridgeline.predict.predict import resting_bytes
@@ -49,7 +49,7 @@ RUNNABLE = [n for n, t in registry().items() if t.card.runs and t.card.tasks & {
 @pytest.fixture(scope="module")
 def elsewhere():
     """Another process, since a fake world takes the place of this one's process groups."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=forks()) as pool:
         yield lambda f, *args: pool.submit(f, *args).result(timeout=300)
 
 

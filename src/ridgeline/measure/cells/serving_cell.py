@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,24 @@ def serve_load(e: Experiment, device: torch.device, report: Progress) -> Result:
 
     Raises :class:`UserError` when they cannot be served.
     """
+    server, engine, sent, memory = _serve([e], device, report)
+    (result,) = server.results
+    _add(result, engine, server.ready_after, memory)
+    result.traffic = [Traffic(kind=k, ranks=n, calls=v[0], bytes=v[1]) for (k, n), v in sorted(sent.items())]
+    return result
+
+
+def serve_loads(loads: Sequence[Experiment], device: torch.device, report: Progress) -> list[Result]:
+    """What clients measure of one server, as :func:`serve_load` starts it, one after the other. The experiments differ
+    only in their requests."""
+    return _serve(loads, device, report)[0].results
+
+
+def _serve(
+    loads: Sequence[Experiment], device: torch.device, report: Progress
+) -> tuple[_Served, Engine | RemoteEngine, dict[tuple[str, int], list[float]], dict[str, int]]:
+    """(the server that has ended, its engine, what rank 0 sent in a step, memory of the engine's process)."""
+    e = loads[0]
     w = e.workload
     assert isinstance(w, Serve)
     start = time.perf_counter()
@@ -99,7 +118,7 @@ def serve_load(e: Experiment, device: torch.device, report: Progress) -> Result:
         sent = _count(engine) if e.world > 1 else {}
         loop, within = EngineLoop(engine, nothing_is_refused, Metrics()), spare_core()
     server = _Served(create_app(Service(loop, _vocabulary(engine, w.checkpoint), NAME, None)), loop)
-    client = threading.Thread(target=_run_client, args=(server, e, report), name="client", daemon=True)
+    client = threading.Thread(target=_run_clients, args=(server, loads, report), name="client", daemon=True)
     server.setup = lambda: time.perf_counter() - start
     client.start()
     with within:
@@ -109,11 +128,9 @@ def serve_load(e: Experiment, device: torch.device, report: Progress) -> Result:
     engine.close()
     if server.refused:
         raise UserError(*server.refused)
-    if server.result is None:
-        raise RuntimeError(loop.failure or "the client of the server ended without a result")
-    _add(server.result, engine, server.ready_after, memory)
-    server.result.traffic = [Traffic(kind=k, ranks=n, calls=v[0], bytes=v[1]) for (k, n), v in sorted(sent.items())]
-    return server.result
+    if len(server.results) < len(loads):
+        raise RuntimeError(loop.failure or "a client of the server ended without a result")
+    return server, engine, sent, memory
 
 
 def _count(engine: Engine) -> dict[tuple[str, int], list[float]]:
@@ -134,13 +151,13 @@ def _count(engine: Engine) -> dict[tuple[str, int], list[float]]:
 
 
 class _Served(Server):
-    """The server on a free port, for as long as its client runs."""
+    """The server on a free port, for as long as its clients run."""
 
     def __init__(self, app: Any, loop: EngineLoop) -> None:
         super().__init__(app, loop, "127.0.0.1", 0, 0.0, self._log)
         self.address: str | None = None
         self.ready = threading.Event()
-        self.result: Result | None = None
+        self.results: list[Result] = []
         self.refused: list[str] = []
         self.ready_after = 0.0
         self.setup: Any = None
@@ -151,27 +168,29 @@ class _Served(Server):
             self.ready.set()
 
 
-def _run_client(server: _Served, e: Experiment, report: Progress) -> None:
-    """Run the client against the server, then end the server."""
+def _run_clients(server: _Served, loads: Sequence[Experiment], report: Progress) -> None:
+    """Run a client for each load against the server, then end the server."""
     try:
         if not server.ready.wait(60):
             return
-        job = {"url": server.address, "model": NAME, "experiment": e.model_dump(mode="json")}
-        client = subprocess.Popen([sys.executable, "-m", "ridgeline.measure.load.client"], stdin=subprocess.PIPE,
-                                  stdout=subprocess.PIPE, text=True)  # fmt: skip
-        assert client.stdin
-        assert client.stdout
-        client.stdin.write(json.dumps(job))
-        client.stdin.close()
-        for line in client.stdout:
-            message = json.loads(line)
-            if "result" in message:
-                server.result = Result.model_validate(message["result"])
-            elif "refused" in message:
-                server.refused = message["refused"]
-            else:
-                report(message)
-        client.wait()
+        for e in loads:
+            job = {"url": server.address, "model": NAME, "experiment": e.model_dump(mode="json")}
+            client = subprocess.Popen([sys.executable, "-m", "ridgeline.measure.load.client"], stdin=subprocess.PIPE,
+                                      stdout=subprocess.PIPE, text=True)  # fmt: skip
+            assert client.stdin
+            assert client.stdout
+            client.stdin.write(json.dumps(job))
+            client.stdin.close()
+            for line in client.stdout:
+                message = json.loads(line)
+                if "result" in message:
+                    server.results.append(Result.model_validate(message["result"]))
+                elif "refused" in message:
+                    server.refused = message["refused"]
+                else:
+                    report(message)
+            if client.wait():
+                return
     finally:
         server.should_exit = True
 

@@ -174,11 +174,9 @@ def _quiet_memory() -> Iterator[None]:
     """No garbage collection during measurement: a pass over all records would delay some of them."""
     was = gc.isenabled()
     gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
         if was:
             gc.enable()

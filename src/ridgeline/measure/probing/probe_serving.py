@@ -22,6 +22,7 @@ from ridgeline.serve.build_engine import make_engine
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.runner import find_kernel, find_step_kernel
 from ridgeline.spec.device import DECODE_ROWS, PROMPT_ROWS
+from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.model import ModelSpec
 
@@ -120,18 +121,17 @@ def _http(device: torch.device, quick: bool) -> dict[str, float]:
     """Seconds at the server of the narrow model: ``alone_s`` of a request for one token that finds it idle,
     ``crowd_s`` per request when several clients ask for one token each, ``token_s`` per further token of ``clients`` at
     once, ``lone_token_s`` of one client."""
-    from ridgeline.measure.cells.serving_cell import serve_load
+    from ridgeline.measure.cells.serving_cell import serve_loads
 
-    def ask(clients: int, requests: int, output: int, rate: float | None = None) -> dict[str, float]:
-        load: dict[str, Any] = {"rate": rate, "concurrency": None} if rate else {}
-        e = serving_experiment(narrow(2), clients, requests=requests, prompt_len=1, output_len=output, **load)
-        found = serve_load(e, device, lambda _: None)
-        return {name: m.value for name, m in found.metrics.items()}
+    def load(clients: int, requests: int, output: int, **work: Any) -> Experiment:
+        return serving_experiment(narrow(2), clients, requests=requests, prompt_len=1, output_len=output, **work)
 
     n = 12 if quick else 120
-    alone, together = ask(1, n // 4, 1, _RATE), ask(CLIENTS, 2 * n, 1)
-    lone, tokens = ask(1, n // 4, 40), ask(CLIENTS, n, 40)
-    apart = float(device.type == "cpu" and cores() > 1)  # as serve_load has it
+    loads = [load(1, n // 4, 1, rate=_RATE, concurrency=None), load(CLIENTS, 2 * n, 1), load(1, n // 4, 40),
+             load(CLIENTS, n, 40)]  # fmt: skip
+    results = serve_loads(loads, device, lambda _: None)
+    alone, together, lone, tokens = ({name: m.value for name, m in r.metrics.items()} for r in results)
+    apart = float(device.type == "cpu" and cores() > 1)  # as the server runs
     return {"clients": CLIENTS, "apart": apart, "alone_s": alone["e2e_p50_s"],
             "crowd_s": 1 / together["requests_per_s"], "token_s": tokens["tpot_p50_s"],
             "lone_token_s": lone["tpot_p50_s"]}  # fmt: skip
