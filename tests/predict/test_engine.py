@@ -158,6 +158,21 @@ def test_servers_of_2023_take_the_longest_request_in_an_iteration(engine):
     assert served(max_num_batched_tokens=65536).status == "infeasible"
 
 
+def test_prompts_of_quantized_layers_are_as_fast_as_their_kernels():
+    """vLLM's kernels for int4 layers multiply many rows as fast as 16-bit products; those of 2023 and of experts do
+    not, which wait for weights to be expanded."""
+
+    def slower(model, technique, engine):
+        def prompt(plan):
+            return surface(model, "h100", plan, engine).mixed([(2048, 0)], 0, 0)
+
+        return prompt([technique]) / prompt([])
+
+    assert slower("llama3.1-8b", "gptq:group_size=128", "vllm") == pytest.approx(1, abs=0.1)
+    assert slower("llama3.1-8b", "gptq:group_size=128", "vllm-2023") > 1.5
+    assert slower("gpt-oss-20b", "mxfp4", "vllm") > 1.2
+
+
 def test_one_shot_all_reduce():
     s = surface("llama2-70b", "8xh100", ["tensor_parallel:degree=8"])
     reduce = next(o for b in s.graph(8, 1, 1).blocks for o in b.forward if o.kind == "all_reduce")

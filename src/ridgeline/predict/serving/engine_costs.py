@@ -92,6 +92,8 @@ class EngineCosts:
     expand_share: float = 0.33
     """Relative rate of a prompt's products whose weights are dequantized on the fly (4 bits), with kernels optimized
     for few rows."""
+    dense_expand_share: float = 0.0
+    """The same for layers without experts, where an engine has kernels for many rows too; 0: it has not."""
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
     flash: bool = True
@@ -164,7 +166,9 @@ ENGINES: dict[str, EngineCosts] = {
             "vllm", "vLLM V1 (2025), CUDA graphs, chunked prefill", True,
             dispatch_s=8e-6, iteration_s=0.5e-3, schedule_s=0.3e-3, sequence_s=12e-6, layer_s=45e-6,
             prefill_share=0.80, request_s=10e-3,
-            max_num_seqs=256, max_num_batched_tokens=8192, chunked=True, source="fitted to serving on H100",
+            max_num_seqs=256, max_num_batched_tokens=8192, chunked=True, dense_expand_share=1.0,
+            source="fitted to serving on H100; dense_expand_share: Machete (Neural Magic, October 2024) multiplies many"
+            " rows as fast as 16-bit products, and Marlin about so",
             fitted_on=("h100-sxm",),
         ),
         EngineCosts(
@@ -172,8 +176,9 @@ ENGINES: dict[str, EngineCosts] = {
             dispatch_s=70e-6, iteration_s=1.3e-3, schedule_s=2e-3, sequence_s=20e-6, layer_s=0.2e-3,
             prefill_share=0.80, request_s=30e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
-            kernel="trtllm",
-            source="fitted to serving on H100; dispatch_s: about 50 us of its host, an operator of eager PyTorch",
+            kernel="trtllm", dense_expand_share=1.0,
+            source="fitted to serving on H100; dispatch_s: about 50 us of its host, an operator of eager PyTorch;"
+            " dense_expand_share: assumed as in vLLM",
             fitted_on=("h100-sxm",),
         ),
         EngineCosts(

@@ -72,7 +72,8 @@ class Parts:
     """The operators' times of one model, plan and engine, which do not depend on the requests' lengths.
 
     Attributes are tables over the tokens of an iteration: ``body`` (all layers except attention), ``head`` (over
-    sequences), ``links`` (collectives of the body), ``expanded`` (products of quantized weights), in seconds; and
+    sequences), ``links`` (collectives of the body), ``expanding`` (what a prompt's products of quantized weights take
+    longer for expanding them), in seconds; and
     ``weights``, the transfer times of weights stored off the device.
     """
 
@@ -84,7 +85,7 @@ class Parts:
         self.body = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=False))
         self.head = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=True))
         self.links = Interpolated(lambda t: self._links(self.graph(t, 1, 1)))
-        self.expanded = Interpolated(lambda t: self._expanded(self.graph(t, 1, 1)))
+        self.expanding = Interpolated(lambda t: self._expanding(self.graph(t, 1, 1)))
         self.weights = weight_transfers(self.graph(1, 1, 1), cluster)
         ops = [(len(b.forward), b.repeat) for b in self.graph(1, 1, 1).blocks]
         self.dispatch_s = engine.dispatch_s * sum(n * r for n, r in ops)
@@ -143,10 +144,13 @@ class Parts:
     def _links(self, g: Graph) -> float:
         return sum(b.repeat * sum(self.seconds(o) for o in b.forward if o.axis) for b in g.blocks if not b.is_head)
 
-    def _expanded(self, g: Graph) -> float:
+    def _expanding(self, g: Graph) -> float:
+        experts = self.engine.expand_share
+        dense = self.engine.dense_expand_share or experts
         return sum(
-            b.repeat * sum(self.seconds(o) for o in b.forward if o.weight_dtype not in ("", o.dtype)) for b in g.blocks
-        )
+            b.repeat * self.seconds(o) * (1 / (experts if o.experts > 1 else dense) - 1)
+            for b in g.blocks for o in b.forward if o.weight_dtype not in ("", o.dtype)
+        )  # fmt: skip
 
 
 _parts: list[tuple[Device, tuple[Hashable, ...], Parts]] = []
@@ -192,7 +196,7 @@ class Iterations:
         self.contexts = (low, max(high, low + 64))
         self.parts = parts = parts_of(e, techniques, cluster, engine)
         self.graph, self.body = parts.graph, parts.body
-        self.links, self.expanded = parts.links, parts.expanded
+        self.links, self.expanding = parts.links, parts.expanding
         self._short = Interpolated(lambda b: parts.attention(b, 1, self.contexts[0]))
         self._long = Interpolated(lambda b: parts.attention(b, 1, self.contexts[1]))
         self._chunk = Interpolated(lambda q: parts.attention(1, q, q))
@@ -335,7 +339,7 @@ class Iterations:
         whole, links = self.body(computed), self.links(computed)
         slow = attention + whole - links - (self.body(n) - self.links(n) if n else 0.0)
         extra = slow * (1 / self.engine.prefill_share - 1)
-        extra += (self.expanded(computed) - (self.expanded(n) if n else 0.0)) * (1 / self.engine.expand_share - 1)
+        extra += self.expanding(computed) - (self.expanding(n) if n else 0.0)
         gpu = whole + attention + self.head(rows) + extra
         if n:
             a, b = self._one(n)
