@@ -17,8 +17,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/ridgeline ablate examples/quickstart.toml
 
-# Each process runs its half in order, so that what the tests of a file share is made once, and then helps the other.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# Each process runs its part in order, so that what the tests of a file share is made once, and then helps the others.
+# Tests wait for processes, servers and time limits in turns: three of them keep two cores busy.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 test: setup
 	$(PYTEST)
