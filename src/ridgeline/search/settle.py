@@ -9,7 +9,7 @@ from statistics import median
 
 from ridgeline.predict.quick import quick
 from ridgeline.search.question import Question
-from ridgeline.search.space import Set, candidate, refusal, with_settled
+from ridgeline.search.space import Set, candidate, refusal
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.technique import Technique
@@ -65,14 +65,16 @@ class _Trials:
         self.lead = min(compiled, key=lambda t: self._times((*self.ground, t)), default=None)
 
     def ratios(self, t: Technique, kept: Set = ()) -> list[tuple[float, float]]:
-        """(seconds, bytes) with it over those without it, beside every other technique and those of ``kept``, where
-        the plan was accepted."""
+        """(seconds, bytes) with it over those without it, beside every other technique and those of ``kept`` that are
+        accepted with and without it, where the plan was accepted."""
         lead = (self.lead,) if self.lead is not None and type(self.lead) is not type(t) else ()
         out = []
         for other in [(), *((o,) for o in self.singles if type(o) not in (type(t), type(self.lead)))]:
             start = (*self.ground, *other, *lead)
             apart = {type(t), *map(type, start)}
-            start = with_settled(self.base, start, tuple(k for k in kept if type(k) not in apart))
+            for k in kept:
+                if type(k) not in apart and self._accepts((*start, k), t):
+                    start = (*start, k)
             off, on = self._metrics(start), self._metrics((*start, t))
             if off and on and self.key in off and self.key in on:
                 out.append((on[self.key] / off[self.key], on["peak_bytes"] / off["peak_bytes"]))
@@ -86,6 +88,10 @@ class _Trials:
         away = [t for t in choices if t.phase == "offload"]
         sets = divided + [(*some, t) for t in away for some in reversed(divided)]
         return next((chosen for chosen in sets if self._times(chosen)), ())
+
+    def _accepts(self, chosen: Set, t: Technique) -> bool:
+        """Whether ``check`` accepts the plan, with ``t`` and without it."""
+        return not any(refusal(candidate(self.base, some)) for some in (chosen, (*chosen, t)))
 
     def _times(self, chosen: Set) -> float:
         """Seconds of a plan; 0 where it is refused or does not fit."""
@@ -104,7 +110,8 @@ def settle(q: Question, base: Experiment) -> Settled:
 
     Trials are made beside every other technique, on top of the one that shortens computation most; where the model is
     too large for one device, on top of the least division with which it fits. What does nothing there is tried again
-    beside what is always on: blocks of a cache, for example, need batches that fill it.
+    beside what is always on: blocks of a cache, for example, need batches that fill it; and beside all others that do
+    nothing, as continuous batching of padded batches, or packed batches that all end at once, gain nothing alone.
     """
     if base.cluster.parts:  # what pays off on one device is judged without stages, in the first part
         base = base.model_copy(update={"cluster": base.cluster.parts[0]})
@@ -118,11 +125,18 @@ def settle(q: Question, base: Experiment) -> Settled:
                 required.append((cls.card.name, f"{1 / median(seconds):.2g}x as fast in {len(seconds)} trials"))
         elif cls.card.lossless and len(options) == 1 and not options[0].axes():
             ratios = trials.ratios(options[0])
-            if ratios and all(pair == (1.0, 1.0) for pair in ratios):
+            if ratios and _alike(ratios):
                 idle.append(options[0])
             gains = any(min(pair) < 1 for pair in ratios)
             if gains and all(max(pair) <= _EQUAL for pair in ratios):
                 always.append((options[0], f"never slower nor larger in {len(ratios)} trials"))
     kept = tuple(t for t, _ in always)
-    idle = [t for t in idle if not kept or all(pair == (1.0, 1.0) for pair in trials.ratios(t, kept))]
-    return Settled(tuple(always), tuple(required), frozenset(t.card.name for t in idle))
+    without_effect = {
+        t.card.name for t in idle if all(_alike(trials.ratios(t, beside)) for beside in (kept, (*kept, *idle)))
+    }
+    return Settled(tuple(always), tuple(required), frozenset(without_effect))
+
+
+def _alike(ratios: list[tuple[float, float]]) -> bool:
+    """Whether no trial changed seconds or bytes."""
+    return all(pair == (1.0, 1.0) for pair in ratios)
