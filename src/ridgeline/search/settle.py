@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -9,7 +10,7 @@ from statistics import median
 
 from ridgeline.predict.quick import quick
 from ridgeline.search.question import Question
-from ridgeline.search.space import Set, candidate, refusal
+from ridgeline.search.space import Set, candidate, offloads, refusal, with_open_options
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.technique import Technique
@@ -54,7 +55,7 @@ class _Trials:
         self.base = base.model_copy(update={"workload": w.sample()}) if isinstance(w, Serve) else base
         self.micro = 1 if q.training and q.free_micro_batch else None
         self.key = "step_time_s" if q.training else "e2e_s"
-        self.found: dict[Set, dict[str, float] | None] = {}
+        self.found: dict[frozenset[Technique], dict[str, float] | None] = {}
         known = q.techniques()
         self.ground = self._ground([t for c in known for t in q.choices(c, base)])
         """The least division of the model with which it fits, or else what offloads it: without one, a model that is
@@ -64,11 +65,10 @@ class _Trials:
         compiled = [t for t in self.singles if t.phase == "compile" and self._times((*self.ground, t))]
         self.lead = min(compiled, key=lambda t: self._times((*self.ground, t)), default=None)
 
-    def ratios(self, t: Technique, kept: Set = ()) -> list[tuple[float, float]]:
+    def ratios(self, t: Technique, kept: Set = ()) -> Iterator[tuple[float, float]]:
         """(seconds, bytes) with it over those without it, beside every other technique and those of ``kept`` that are
         accepted with and without it, where the plan was accepted."""
         lead = (self.lead,) if self.lead is not None and type(self.lead) is not type(t) else ()
-        out = []
         for other in [(), *((o,) for o in self.singles if type(o) not in (type(t), type(self.lead)))]:
             start = (*self.ground, *other, *lead)
             apart = {type(t), *map(type, start)}
@@ -77,8 +77,7 @@ class _Trials:
                     start = (*start, k)
             off, on = self._metrics(start), self._metrics((*start, t))
             if off and on and self.key in off and self.key in on:
-                out.append((on[self.key] / off[self.key], on["peak_bytes"] / off["peak_bytes"]))
-        return out
+                yield on[self.key] / off[self.key], on["peak_bytes"] / off["peak_bytes"]
 
     def _ground(self, choices: list[Technique]) -> Set:
         divisions = [t for t in choices if t.axes()]
@@ -87,7 +86,12 @@ class _Trials:
         divided.sort(key=lambda chosen: prod(n for t in chosen for n in t.axes().values()))
         away = [t for t in choices if t.phase == "offload"]
         sets = divided + [(*some, t) for t in away for some in reversed(divided)]
-        return next((chosen for chosen in sets if self._times(chosen)), ())
+        found = next((chosen for chosen in sets if self._times(chosen)), ())
+        if self.base.is_training or not offloads(found):
+            return found
+        # How much is placed where is left to the predictor, which asks for many predictions: once for all trials.
+        settled = with_open_options(*candidate(self.base, found))[1]
+        return tuple(t for t in settled if type(t) in map(type, found))
 
     def _accepts(self, chosen: Set, t: Technique) -> bool:
         """Whether ``check`` accepts the plan, with ``t`` and without it."""
@@ -98,10 +102,11 @@ class _Trials:
         return (self._metrics(chosen) or {}).get(self.key, 0.0)
 
     def _metrics(self, chosen: Set) -> dict[str, float] | None:
-        if chosen not in self.found:
+        key = frozenset(chosen)
+        if key not in self.found:
             point = candidate(self.base, chosen, self.micro)
-            self.found[chosen] = None if refusal(point) else quick(*point, always=True).metrics
-        return self.found[chosen]
+            self.found[key] = None if refusal(point) else quick(*point, always=True).metrics
+        return self.found[key]
 
 
 def settle(q: Question, base: Experiment) -> Settled:
@@ -124,7 +129,7 @@ def settle(q: Question, base: Experiment) -> Settled:
             if seconds and median(seconds) < 1 and max(seconds) <= STANDARD:
                 required.append((cls.card.name, f"{1 / median(seconds):.2g}x as fast in {len(seconds)} trials"))
         elif cls.card.lossless and len(options) == 1 and not options[0].axes():
-            ratios = trials.ratios(options[0])
+            ratios = list(trials.ratios(options[0]))
             if ratios and _alike(ratios):
                 idle.append(options[0])
             gains = any(min(pair) < 1 for pair in ratios)
@@ -137,6 +142,6 @@ def settle(q: Question, base: Experiment) -> Settled:
     return Settled(tuple(always), tuple(required), frozenset(without_effect))
 
 
-def _alike(ratios: list[tuple[float, float]]) -> bool:
+def _alike(ratios: Iterable[tuple[float, float]]) -> bool:
     """Whether no trial changed seconds or bytes."""
     return all(pair == (1.0, 1.0) for pair in ratios)
