@@ -177,3 +177,36 @@ def test_surfaces_share_what_does_not_depend_on_the_workload():
     assert one.contexts != other.contexts
     assert one.decode(8) != other.decode(8)
     assert surface("llama2-7b", "h100-sxm", contexts=(128, 256)).body is not one.body
+
+
+def _in_vllm(model: str, on: str, batch: int):
+    workload = {"kind": "generate", "engine": "vllm", "batch_size": batch, "prompt_len": 512, "output_len": 128}
+    return predict(experiments.make(model, on, workload, []))
+
+
+@pytest.mark.parametrize(("model", "on"), [("gemma-2-9b", "v100-32g-sxm"), ("llama2-13b", "a100-40g-sxm")])
+def test_a_larger_batch_in_an_engine_takes_no_more_seconds_a_token(model, on):
+    """Of the first, logits of all tokens of an iteration (a soft cap's over 256 000 words) would leave no room for the
+    cache: engines compute those of the last tokens. Of the second, 64 sequences do not fit at once: they take turns,
+    and the last ones do not take as long as a whole turn."""
+    found = [_in_vllm(model, on, batch) for batch in (8, 16, 32, 64)]
+    assert all(r.status == "ok" for r in found)
+    rates = [r.metrics["tokens_per_s"].value for r in found]
+    assert rates == sorted(rates)
+
+
+def test_an_engine_without_room_for_a_cache_cannot_generate():
+    """16-bit weights of Mixtral 8x7B fit in 96 GB, but not in the nine tenths of them that vLLM takes."""
+    r = _in_vllm("mixtral-8x7b", "h20", 8)
+    assert r.status == "infeasible"
+    assert "room for 0 cached tokens" in r.reason
+    assert "tensor_parallel" in r.reason
+
+
+@pytest.mark.parametrize("engine", ["vllm", ""])
+def test_a_stage_of_a_pipeline_caches_its_own_layers(engine):
+    """Two stages have twice the room for caches, and half of the weights each."""
+    work = {"kind": "serve", "concurrency": 2, "requests": 2, "engine": engine}
+    one = predict(experiments.make("llama3.1-8b", "h100-sxm", work, []))
+    two = predict(experiments.make("llama3.1-8b", "2xh100-sxm", work, ["pipeline:degree=2"]))
+    assert two.metrics["kv_cache_tokens"].value > 2 * one.metrics["kv_cache_tokens"].value

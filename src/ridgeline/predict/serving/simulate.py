@@ -13,7 +13,7 @@ from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.predict.serving.discrete_events import SimulationOutcome
 from ridgeline.predict.serving.engine_costs import PLANNED, EngineCosts, find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.predict.serving.kv_budget import Room, pool_room, room
+from ridgeline.predict.serving.kv_budget import LESS, Room, pool_room, room
 from ridgeline.predict.serving.schedule import Simulation
 from ridgeline.predict.step.streams import breakdown
 from ridgeline.spec.decode_kernel import OTHER_PARTS, refusal
@@ -149,7 +149,7 @@ def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Re
     """The Result of an engine that cannot hold one request."""
     result = assemble(e, {}, space.peak, cluster)
     result.status, result.notes = "infeasible", []
-    result.reason = f"{reason}; use more devices (tensor_parallel), smaller weights (fp8, mxfp4) or kv_quant"
+    result.reason = f"{reason}; {LESS}"
     return result
 
 
