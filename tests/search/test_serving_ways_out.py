@@ -22,8 +22,9 @@ def test_what_no_request_could_keep_is_not_searched_under_load(monkeypatch):
 
 
 def test_a_limit_that_more_devices_keep_is_found_under_load():
-    q = Question(catalog.model("llama3.1-8b"), catalog.cluster("1xh100-sxm"), Serve(requests=20, rate=1.0),
-                 slo={"tpot_s": 5e-3}, only=frozenset({"tensor_parallel", "continuous_batching", "padding_free"}))  # fmt: skip
+    only = frozenset({"tensor_parallel", "continuous_batching", "padding_free"})
+    work = Serve(requests=20, rate=1.0)
+    q = Question(catalog.model("llama3.1-8b"), catalog.cluster("1xh100-sxm"), work, slo={"tpot_s": 5e-3}, only=only)
     ways = relaxations(search(q, workers=1))
     assert any(r.change == "2 devices" and "tensor_parallel:degree=2" in r.plan for r in ways)
 

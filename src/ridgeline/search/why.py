@@ -10,14 +10,14 @@ from ridgeline import catalog
 from ridgeline.predict.predict import predict
 from ridgeline.predict.quick import quick
 from ridgeline.report.units import percent
-from ridgeline.search.found import Answer, Tried
+from ridgeline.search.found import WORTH, Answer, Tried
 from ridgeline.search.question import Question
 from ridgeline.search.search import search
 from ridgeline.search.space import candidate
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve, Training
-from ridgeline.techniques.registry import brief, check, resolve
+from ridgeline.techniques.registry import brief, check, registry, resolve
 from ridgeline.techniques.technique import Technique
 
 GIB = 2.0**30
@@ -122,12 +122,15 @@ def _misses(t: Tried) -> str:
 
 
 def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried) -> WhyNot:
-    """Compare the best plan that has it with the best of all: which phases grew."""
+    """Compare the best plan that has it with the best of all: which phases grew, or where it is far behind because it
+    cannot be in the best plan: why not."""
     r = predict(other.experiment)
     grown = {k: v - _phases(reference).get(k, 0.0) for k, v in _phases(r).items()}
     worse = sorted(((v, k) for k, v in grown.items() if v > 0), reverse=True)[:2]
     causes = " and ".join(f"{k} +{v:.3g} s" for v, k in worse) or "nothing gets shorter"
     behind = 1 / _ahead(q, best, other)
+    if behind > WORTH:
+        causes = _beside(q, best, registry()[name]) or causes
     extra = " + ".join(s for s in brief(other.experiment.plan) if s.split(":")[0] == name)
     verdict = "no better" if behind < 1.005 else f"{behind:.2f}x behind the best plan"
     return WhyNot(extra or name, causes, f"its best plan is {verdict}")

@@ -135,7 +135,8 @@ def model_of(pool: Pool, spec: FleetSpec, e: Experiment, arrivals: Sequence[Arri
 def _require_room(pool: Pool, blocks: int, space: Room) -> None:
     if blocks < 1:
         raise Incompatible(
-            f"pool {pool.name}: {space.reason}", LESS,
+            f"pool {pool.name}: {space.reason}",
+            LESS,
         )
 
 
