@@ -210,3 +210,29 @@ def test_a_stage_of_a_pipeline_caches_its_own_layers(engine):
     one = predict(experiments.make("llama3.1-8b", "h100-sxm", work, []))
     two = predict(experiments.make("llama3.1-8b", "2xh100-sxm", work, ["pipeline:degree=2"]))
     assert two.metrics["kv_cache_tokens"].value > 2 * one.metrics["kv_cache_tokens"].value
+
+
+def test_batches_of_the_user_are_as_large_as_fits():
+    """Hugging Face's generate has no limits of its own: the batch is halved until it fits beside 8B on 24 GB. Padded
+    batches that run until their longest ends are far behind continuous ones."""
+    work = {
+        "kind": "serve",
+        "concurrency": 200,
+        "requests": 200,
+        "prompt_len": 161,
+        "output_len": 338,
+        "length_cv": 1.0,
+    }
+    for model, on in (("llama-7b", "a10g"), ("llama3.1-8b", "rtx4090")):
+        hf, vllm = (predict(experiments.make(model, on, {**work, "engine": name}, [])) for name in ("hf", "vllm"))
+        assert hf.status == "ok"
+        assert vllm.metrics["tokens_per_s"].value > 3 * hf.metrics["tokens_per_s"].value
+
+
+def test_an_engine_that_sizes_its_iterations_for_the_context_says_so():
+    """Llama 3.1's 131072 positions, all in one iteration, leave no room on 24 GB; 4096 of them do."""
+    work = {"kind": "serve", "concurrency": 2, "requests": 2, "engine": "vllm-2023"}
+    r = predict(experiments.make("llama3.1-8b", "rtx4090", work, []))
+    assert r.status == "infeasible"
+    assert "131072 tokens, its longest request (max_model_len)" in r.reason
+    assert predict(experiments.make("llama3.1-8b", "rtx4090", {**work, "max_model_len": 4096}, [])).status == "ok"
