@@ -34,3 +34,13 @@ def test_what_needs_several_devices_says_so():
     found = {w.what: w.because for w in why_not(search(q, workers=1))}
     for name in ("expert_parallel", "tensor_parallel", "pipeline"):
         assert found[name] == "it needs 2 devices or more"
+
+
+def test_a_limit_that_is_missed_on_the_devices_is_not_tried_from_host_memory():
+    only = frozenset({"tensor_parallel", "zero_inference"})
+    work = Serve(requests=4, rate=1.0)
+    q = Question(catalog.model("llama2-7b"), catalog.cluster("2xrtx4090"), work, slo={"ttft_s": 1e-4}, only=only)
+    answer = search(q, workers=1)
+    assert not answer.best
+    assert answer.found.counts["missed"] > 0
+    assert not any("zero_inference" in t.names for t in answer.found.nearest)
