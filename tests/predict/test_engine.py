@@ -217,3 +217,62 @@ def test_surfaces_share_what_does_not_depend_on_the_workload():
     assert one.contexts != other.contexts
     assert one.decode(8) != other.decode(8)
     assert surface("llama2-7b", "h100-sxm", contexts=(128, 256)).body is not one.body
+
+
+def _in_vllm(model: str, on: str, batch: int):
+    workload = {"kind": "generate", "engine": "vllm", "batch_size": batch, "prompt_len": 512, "output_len": 128}
+    return predict(experiments.make(model, on, workload, []))
+
+
+@pytest.mark.parametrize(("model", "on"), [("gemma-2-9b", "v100-32g-sxm"), ("llama2-13b", "a100-40g-sxm")])
+def test_a_larger_batch_in_an_engine_takes_no_more_seconds_a_token(model, on):
+    """Of the first, logits of all tokens of an iteration (a soft cap's over 256 000 words) would leave no room for the
+    cache: engines compute those of the last tokens. Of the second, 64 sequences do not fit at once: they take turns,
+    and the last ones do not take as long as a whole turn."""
+    found = [_in_vllm(model, on, batch) for batch in (8, 16, 32, 64)]
+    assert all(r.status == "ok" for r in found)
+    rates = [r.metrics["tokens_per_s"].value for r in found]
+    assert rates == sorted(rates)
+
+
+def test_an_engine_without_room_for_a_cache_cannot_generate():
+    """16-bit weights of Mixtral 8x7B fit in 96 GB, but not in the nine tenths of them that vLLM takes."""
+    r = _in_vllm("mixtral-8x7b", "h20", 8)
+    assert r.status == "infeasible"
+    assert "room for 0 cached tokens" in r.reason
+    assert "tensor_parallel" in r.reason
+
+
+@pytest.mark.parametrize("engine", ["vllm", ""])
+def test_a_stage_of_a_pipeline_caches_its_own_layers(engine):
+    """Two stages have twice the room for caches, and half of the weights each."""
+    work = {"kind": "serve", "concurrency": 2, "requests": 2, "engine": engine}
+    one = predict(experiments.make("llama3.1-8b", "h100-sxm", work, []))
+    two = predict(experiments.make("llama3.1-8b", "2xh100-sxm", work, ["pipeline:degree=2"]))
+    assert two.metrics["kv_cache_tokens"].value > 2 * one.metrics["kv_cache_tokens"].value
+
+
+def test_batches_of_the_user_are_as_large_as_fits():
+    """Hugging Face's generate has no limits of its own: the batch is halved until it fits beside 8B on 24 GB. Padded
+    batches that run until their longest ends are far behind continuous ones."""
+    work = {
+        "kind": "serve",
+        "concurrency": 200,
+        "requests": 200,
+        "prompt_len": 161,
+        "output_len": 338,
+        "length_cv": 1.0,
+    }
+    for model, on in (("llama-7b", "a10g"), ("llama3.1-8b", "rtx4090")):
+        hf, vllm = (predict(experiments.make(model, on, {**work, "engine": name}, [])) for name in ("hf", "vllm"))
+        assert hf.status == "ok"
+        assert vllm.metrics["tokens_per_s"].value > 3 * hf.metrics["tokens_per_s"].value
+
+
+def test_an_engine_that_sizes_its_iterations_for_the_context_says_so():
+    """Llama 3.1's 131072 positions, all in one iteration, leave no room on 24 GB; 4096 of them do."""
+    work = {"kind": "serve", "concurrency": 2, "requests": 2, "engine": "vllm-2023"}
+    r = predict(experiments.make("llama3.1-8b", "rtx4090", work, []))
+    assert r.status == "infeasible"
+    assert "131072 tokens, its longest request (max_model_len)" in r.reason
+    assert predict(experiments.make("llama3.1-8b", "rtx4090", {**work, "max_model_len": 4096}, [])).status == "ok"

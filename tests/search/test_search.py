@@ -443,3 +443,16 @@ def test_every_way_to_offload_is_compared():
         assert answer.found.with_technique[name].metrics["tokens_per_s"] == pytest.approx(best)
     for t in answer.best:
         assert resolve(t.experiment)[0].plan == t.experiment.plan, "nothing is left open in a plan that is written down"
+
+
+def test_what_helps_only_together_is_found():
+    """Continuous batching of padded batches, and packed batches that all end at once, gain nothing alone on whole
+    replicas: the model fits on one device, and equal requests of few clients stay in step."""
+    workload = Serve(concurrency=64, requests=128)
+    together = frozenset({"tensor_parallel", "continuous_batching", "padding_free"})
+    model, cluster = catalog.model("llama3.1-70b"), catalog.cluster("4xmi300x")
+    few = search(Question(model, cluster, workload, only=together), workers=1).best[0]
+    rest = frozenset({"pipeline", "hierarchical_search"})
+    best = search(Question(model, cluster, workload, forbid=rest), workers=1).best[0]
+    assert few.names == together
+    assert best.metrics["tokens_per_s"] >= 0.99 * few.metrics["tokens_per_s"]

@@ -77,7 +77,8 @@ def search(
     workers = 1 if first_feasible else max(1, min(workers, len(shapes) // 8))
     found = Found()
     for some in _by_offload(question, spaces):
-        if found.kinds:
+        # What misses another limit than that of memory from the devices misses it by more from elsewhere.
+        if found.kinds or ("peak_bytes" not in question.slo and any(t.quick.fits for t in found.nearest)):
             found.count("dominated", sum(some[i].below for i, _, _ in shapes))
             continue
         run = partial(_walk, question, bases, some, first_feasible=first_feasible)

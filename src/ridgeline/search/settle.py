@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -9,7 +10,7 @@ from statistics import median
 
 from ridgeline.predict.quick import quick
 from ridgeline.search.question import Question
-from ridgeline.search.space import Set, candidate, refusal, with_settled
+from ridgeline.search.space import Set, candidate, offloads, refusal, with_open_options
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.technique import Technique
@@ -54,7 +55,7 @@ class _Trials:
         self.base = base.model_copy(update={"workload": w.sample()}) if isinstance(w, Serve) else base
         self.micro = 1 if q.training and q.free_micro_batch else None
         self.key = "step_time_s" if q.training else "e2e_s"
-        self.found: dict[Set, dict[str, float] | None] = {}
+        self.found: dict[frozenset[Technique], dict[str, float] | None] = {}
         known = q.techniques()
         self.ground = self._ground([t for c in known for t in q.choices(c, base)])
         """The least division of the model with which it fits, or else what offloads it: without one, a model that is
@@ -64,19 +65,19 @@ class _Trials:
         compiled = [t for t in self.singles if t.phase == "compile" and self._times((*self.ground, t))]
         self.lead = min(compiled, key=lambda t: self._times((*self.ground, t)), default=None)
 
-    def ratios(self, t: Technique, kept: Set = ()) -> list[tuple[float, float]]:
-        """(seconds, bytes) with it over those without it, beside every other technique and those of ``kept``, where
-        the plan was accepted."""
+    def ratios(self, t: Technique, kept: Set = ()) -> Iterator[tuple[float, float]]:
+        """(seconds, bytes) with it over those without it, beside every other technique and those of ``kept`` that are
+        accepted with and without it, where the plan was accepted."""
         lead = (self.lead,) if self.lead is not None and type(self.lead) is not type(t) else ()
-        out = []
         for other in [(), *((o,) for o in self.singles if type(o) not in (type(t), type(self.lead)))]:
             start = (*self.ground, *other, *lead)
             apart = {type(t), *map(type, start)}
-            start = with_settled(self.base, start, tuple(k for k in kept if type(k) not in apart))
+            for k in kept:
+                if type(k) not in apart and self._accepts((*start, k), t):
+                    start = (*start, k)
             off, on = self._metrics(start), self._metrics((*start, t))
             if off and on and self.key in off and self.key in on:
-                out.append((on[self.key] / off[self.key], on["peak_bytes"] / off["peak_bytes"]))
-        return out
+                yield on[self.key] / off[self.key], on["peak_bytes"] / off["peak_bytes"]
 
     def _ground(self, choices: list[Technique]) -> Set:
         divisions = [t for t in choices if t.axes()]
@@ -85,17 +86,27 @@ class _Trials:
         divided.sort(key=lambda chosen: prod(n for t in chosen for n in t.axes().values()))
         away = [t for t in choices if t.phase == "offload"]
         sets = divided + [(*some, t) for t in away for some in reversed(divided)]
-        return next((chosen for chosen in sets if self._times(chosen)), ())
+        found = next((chosen for chosen in sets if self._times(chosen)), ())
+        if self.base.is_training or not offloads(found):
+            return found
+        # How much is placed where is left to the predictor, which asks for many predictions: once for all trials.
+        settled = with_open_options(*candidate(self.base, found))[1]
+        return tuple(t for t in settled if type(t) in map(type, found))
+
+    def _accepts(self, chosen: Set, t: Technique) -> bool:
+        """Whether ``check`` accepts the plan, with ``t`` and without it."""
+        return not any(refusal(candidate(self.base, some)) for some in (chosen, (*chosen, t)))
 
     def _times(self, chosen: Set) -> float:
         """Seconds of a plan; 0 where it is refused or does not fit."""
         return (self._metrics(chosen) or {}).get(self.key, 0.0)
 
     def _metrics(self, chosen: Set) -> dict[str, float] | None:
-        if chosen not in self.found:
+        key = frozenset(chosen)
+        if key not in self.found:
             point = candidate(self.base, chosen, self.micro)
-            self.found[chosen] = None if refusal(point) else quick(*point, always=True).metrics
-        return self.found[chosen]
+            self.found[key] = None if refusal(point) else quick(*point, always=True).metrics
+        return self.found[key]
 
 
 def settle(q: Question, base: Experiment) -> Settled:
@@ -104,7 +115,8 @@ def settle(q: Question, base: Experiment) -> Settled:
 
     Trials are made beside every other technique, on top of the one that shortens computation most; where the model is
     too large for one device, on top of the least division with which it fits. What does nothing there is tried again
-    beside what is always on: blocks of a cache, for example, need batches that fill it.
+    beside what is always on: blocks of a cache, for example, need batches that fill it; and beside all others that do
+    nothing, as continuous batching of padded batches, or packed batches that all end at once, gain nothing alone.
     """
     if base.cluster.parts:  # what pays off on one device is judged without stages, in the first part
         base = base.model_copy(update={"cluster": base.cluster.parts[0]})
@@ -117,12 +129,19 @@ def settle(q: Question, base: Experiment) -> Settled:
             if seconds and median(seconds) < 1 and max(seconds) <= STANDARD:
                 required.append((cls.card.name, f"{1 / median(seconds):.2g}x as fast in {len(seconds)} trials"))
         elif cls.card.lossless and len(options) == 1 and not options[0].axes():
-            ratios = trials.ratios(options[0])
-            if ratios and all(pair == (1.0, 1.0) for pair in ratios):
+            ratios = list(trials.ratios(options[0]))
+            if ratios and _alike(ratios):
                 idle.append(options[0])
             gains = any(min(pair) < 1 for pair in ratios)
             if gains and all(max(pair) <= _EQUAL for pair in ratios):
                 always.append((options[0], f"never slower nor larger in {len(ratios)} trials"))
     kept = tuple(t for t, _ in always)
-    idle = [t for t in idle if not kept or all(pair == (1.0, 1.0) for pair in trials.ratios(t, kept))]
-    return Settled(tuple(always), tuple(required), frozenset(t.card.name for t in idle))
+    without_effect = {
+        t.card.name for t in idle if all(_alike(trials.ratios(t, beside)) for beside in (kept, (*kept, *idle)))
+    }
+    return Settled(tuple(always), tuple(required), frozenset(without_effect))
+
+
+def _alike(ratios: Iterable[tuple[float, float]]) -> bool:
+    """Whether no trial changed seconds or bytes."""
+    return all(pair == (1.0, 1.0) for pair in ratios)

@@ -10,18 +10,20 @@ from ridgeline import catalog
 from ridgeline.predict.predict import predict
 from ridgeline.predict.quick import quick
 from ridgeline.report.units import percent
-from ridgeline.search.found import Answer, Tried
+from ridgeline.search.found import WORTH, Answer, Tried
 from ridgeline.search.question import Question
 from ridgeline.search.search import search
 from ridgeline.search.space import candidate
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve, Training
-from ridgeline.techniques.registry import brief, check, resolve
+from ridgeline.techniques.registry import brief, check, registry, resolve
 from ridgeline.techniques.technique import Technique
 
 GIB = 2.0**30
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
+_LATENCIES = frozenset({"ttft_s", "tpot_s", "e2e_s"})
+"""Of serving: means over the requests."""
 
 
 @dataclass(slots=True)
@@ -66,7 +68,9 @@ def why_not(answer: Answer) -> list[WhyNot]:
             out.append(WhyNot(name, alone, "no plan has it"))
             continue
         if not cls.choices(q.base(q.cluster)):
-            if cls().axes():
+            if cls.card.min_ranks > q.cluster.size:
+                out.append(WhyNot(name, f"it needs {cls.card.min_ranks} devices or more", "no plan has it"))
+            elif cls().axes():
                 out.append(WhyNot(name, "no degree of it divides these devices and this model", "no plan has it"))
             else:
                 out.append(WhyNot(name, "its options are the user's to choose", f"add --with {name} to have it"))
@@ -118,12 +122,15 @@ def _misses(t: Tried) -> str:
 
 
 def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried) -> WhyNot:
-    """Compare the best plan that has it with the best of all: which phases grew."""
+    """Compare the best plan that has it with the best of all: which phases grew, or where it is far behind because it
+    cannot be in the best plan: why not."""
     r = predict(other.experiment)
     grown = {k: v - _phases(reference).get(k, 0.0) for k, v in _phases(r).items()}
     worse = sorted(((v, k) for k, v in grown.items() if v > 0), reverse=True)[:2]
     causes = " and ".join(f"{k} +{v:.3g} s" for v, k in worse) or "nothing gets shorter"
     behind = 1 / _ahead(q, best, other)
+    if behind > WORTH:
+        causes = _beside(q, best, registry()[name]) or causes
     extra = " + ".join(s for s in brief(other.experiment.plan) if s.split(":")[0] == name)
     verdict = "no better" if behind < 1.005 else f"{behind:.2f}x behind the best plan"
     return WhyNot(extra or name, causes, f"its best plan is {verdict}")
@@ -223,13 +230,25 @@ def _climb(q: Question) -> list[Relaxation]:
     for ladder in _ladders(q):
         for change, question in ladder:
             try:
-                found = search(question, first_feasible=True)
+                found = None if _out_of_reach(question) else search(question, first_feasible=True)
             except (Incompatible, UserError):
                 continue
-            if found.best:
+            if found and found.best:
                 out.append(Relaxation(change, brief(found.best[0].experiment.plan)))
                 break
     return out
+
+
+def _out_of_reach(q: Question) -> bool:
+    """Whether limits on latencies are broken by every plan even for one request alone: no load makes it faster."""
+    w, limits = q.workload, {name: limit for name, limit in q.slo.items() if name in _LATENCIES}
+    if not isinstance(w, Serve) or w.trace or not limits:
+        return False
+    change = {"rate": None, "concurrency": 1, "requests": 1, "length_cv": 0.0, "output_cv": None,
+              "prompt_len": max(1, w.prompt_len - w.shared_prefix), "shared_prefix": 0}  # fmt: skip
+    divides = frozenset(cls.card.name for cls in q.techniques() if cls.phase != "loop")  # nothing to schedule
+    alone = replace(q, workload=w.model_copy(update=change), slo=limits, only=divides)
+    return not search(alone, first_feasible=True).best
 
 
 def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:

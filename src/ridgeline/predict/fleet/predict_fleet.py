@@ -16,7 +16,7 @@ from ridgeline.predict.interval import add_intervals
 from ridgeline.predict.known import known_of
 from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.predict.serving.kv_budget import Room, bytes_per_token
+from ridgeline.predict.serving.kv_budget import LESS, Room, bytes_per_token
 from ridgeline.predict.serving.simulate import (
     SHARES,
     iteration_rows,
@@ -136,7 +136,7 @@ def _require_room(pool: Pool, blocks: int, space: Room) -> None:
     if blocks < 1:
         raise Incompatible(
             f"pool {pool.name}: {space.reason}",
-            "use more devices (tensor_parallel), smaller weights (fp8, mxfp4) or kv_quant",
+            LESS,
         )
 
 

@@ -127,6 +127,8 @@ class EngineCosts:
     budget_of_context: bool = False
     """Whether its server's default for the tokens of an iteration is the longest request's, 2048 at least (vLLM before
     its version 1); ``max_num_batched_tokens`` is then that of static batches."""
+    batch_of_user: bool = False
+    """Whether it has no limits of its own: its user gives it batches, the largest power of two that fits."""
     source: str = ""
     fitted_on: tuple[str, ...] = ()
     """Devices on which its constants were fitted to measurements."""
@@ -264,7 +266,7 @@ ENGINES["tgi-1"] = replace(
 ENGINES["hf"] = replace(
     ENGINES["vllm-2023"], name="hf", title="Hugging Face generate, eager: padded batches that run until all end",
     budget_of_context=False, fused=False, dispatch_s=12e-6, iteration_s=1e-3, sequence_s=0.0, request_s=0.0,
-    continuous=False, padded=True, reserves=True, mixes=True, spill_tokens=0,
+    continuous=False, padded=True, reserves=True, mixes=True, spill_tokens=0, batch_of_user=True,
     source="assumptions: a launch out of Python for every operator", fitted_on=(),
 )  # fmt: skip
 ENGINES[OWN] = replace(ENGINES[OWN], **BARE)

@@ -26,6 +26,9 @@ has room for as few of them as was measured (open data, one configuration)."""
 GRAPH_POOL = 1.0e9
 """Bytes of captured CUDA graphs and their static buffers (order of magnitude, vLLM's start-up log)."""
 
+LESS = "use more devices (tensor_parallel), smaller weights (fp8, mxfp4) or kv_quant"
+"""What gives a cache room."""
+
 
 class Room(NamedTuple):
     """Cache capacity of one device."""
@@ -38,11 +41,14 @@ class Room(NamedTuple):
     """The calculation in words."""
 
 
-def bytes_per_token(e: Experiment) -> float:
-    """Bytes of keys and values of one token on one device; a layer with a sliding window keeps a bounded number, so it
-    is not counted."""
+def bytes_per_token(e: Experiment, stages: tuple[int, ...] = ()) -> float:
+    """Bytes of keys and values of one token on one device, in a pipeline on one of the stage with the most layers
+    (``stages``: of each, where they are not divided evenly); a layer with a sliding window keeps a bounded number, so
+    it is not counted."""
     m = e.model
-    layers = m.num_layers - m.windowed_layers if m.window_every > 1 else m.num_layers
+    layers: float = max(stages or even(m.num_layers, e.parallel.get("pp", 1)))
+    if m.window_every > 1:
+        layers *= 1 - m.windowed_layers / m.num_layers
     dtype = next(filter(None, (t.cache_dtype for t in techniques_of(e.plan))), e.dtype)
     heads = max(1.0, m.cached_heads / e.parallel.get("tp", 1))  # fewer heads than ranks are replicated
     return m.cached_tensors * layers * heads * m.cached_dim * kv_bytes(dtype, m.cached_dim)
@@ -51,12 +57,13 @@ def bytes_per_token(e: Experiment) -> float:
 def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) -> Room:
     """Memory left for the cache. ``largest``: number of tokens of the largest iteration."""
     device = surface.cluster.device
-    weights = _weights(surface, engine.scheduling(techniques_of(e.plan)))
+    s = engine.scheduling(techniques_of(e.plan))
+    weights = _weights(surface, s)
     work = workspace(surface.graph(min(largest, engine.max_num_batched_tokens), 1, 1))
     pool = GRAPH_POOL if engine.graphs else 0.0
     usable = device.memory_bytes * engine.memory_share - device.reserved_bytes
     left = usable - weights - work - pool
-    each = bytes_per_token(e)
+    each = bytes_per_token(e, s.stages)
     peak = Peak(
         {"parameters": weights, "kv_cache": max(0.0, left), "activations": work, "buffers": pool},
         "the largest iteration",
@@ -99,7 +106,9 @@ def _weights(surface: Iterations, s: Scheduling) -> float:
 
 
 def workspace(g: Graph) -> float:
-    """Bytes of the largest layer's temporaries and the residual stream."""
-    largest = max((o.bytes for b in g.blocks for o in b.forward if o.kind == "activation"), default=0.0)
-    stream = max((o.bytes for b in g.blocks for o in b.forward if o.kind == "residual"), default=0.0)
+    """Bytes of the largest layer's temporaries and the residual stream. The head computes the last token of each
+    sequence alone, not every token of the iteration."""
+    ops = [o for b in g.blocks if not b.is_head for o in b.forward]
+    largest = max((o.bytes for o in ops if o.kind == "activation"), default=0.0)
+    stream = max((o.bytes for o in ops if o.kind == "residual"), default=0.0)
     return WORKSPACE * (largest + stream)

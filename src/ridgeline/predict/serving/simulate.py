@@ -13,7 +13,7 @@ from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.predict.serving.discrete_events import SimulationOutcome
 from ridgeline.predict.serving.engine_costs import PLANNED, EngineCosts, find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.predict.serving.kv_budget import Room, pool_room, room
+from ridgeline.predict.serving.kv_budget import LESS, Room, pool_room, room
 from ridgeline.predict.serving.schedule import Simulation
 from ridgeline.predict.step.streams import breakdown
 from ridgeline.spec.decode_kernel import OTHER_PARTS, refusal
@@ -48,7 +48,10 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     sim, space = simulation_of(surface, techniques, w, arrivals, clients)
     outcome = sim.run()
     if outcome.rejected == len(arrivals):
-        return _infeasible(e, space, cluster, f"{space.reason}, no request ({min(lengths)} tokens or more) fits")
+        reason = f"{space.reason}, no request ({min(lengths)} tokens or more) fits"
+        if engine.budget_of_context:
+            reason += f" beside an iteration of {context(e.model, w)} tokens, its longest request (max_model_len)"
+        return _infeasible(e, space, cluster, reason)
     latencies = latencies_of(outcome)
     metrics = serving_metrics(outcome, latencies, w, e.world, source_of(cluster), e.data_parallel)
     if w.shared_prefix:
@@ -149,7 +152,7 @@ def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Re
     """The Result of an engine that cannot hold one request."""
     result = assemble(e, {}, space.peak, cluster)
     result.status, result.notes = "infeasible", []
-    result.reason = f"{reason}; use more devices (tensor_parallel), smaller weights (fp8, mxfp4) or kv_quant"
+    result.reason = f"{reason}; {LESS}"
     return result
 
 
@@ -177,12 +180,23 @@ def setup_of(
     if engine.name == OWN:
         space, blocks, longest = pool_room(surface, s, w)
     else:
-        largest = min(s.limits.max_num_batched_tokens, max(r.prompt for r in arrivals) * s.limits.max_num_seqs)
-        space = room(surface.e, surface, engine, largest)
+        space = _engine_room(surface, s, arrivals)
         blocks = space.tokens // s.block_size
         longest = min(context(surface.e.model, w), blocks * s.block_size)
     mixes = engine.mixes or s.limits.chunked > engine.chunked  # pieces that a plan asks for go beside decoding
     return EngineSetup(s, blocks, longest, mixes), space
+
+
+def _engine_room(surface: Iterations, s: Scheduling, arrivals: Sequence[Arrival]) -> Room:
+    """The cache beside the largest iteration; where the user gives batches, these are halved until they fit."""
+    prompt, longest = max(r.prompt for r in arrivals), max(r.prompt + r.output for r in arrivals)
+    while True:
+        largest = min(s.limits.max_num_batched_tokens, prompt * s.limits.max_num_seqs)
+        space = room(surface.e, surface, surface.engine, largest)
+        fits = space.tokens >= longest * s.limits.max_num_seqs
+        if not surface.engine.batch_of_user or fits or s.limits.max_num_seqs == 1:
+            return space
+        s.limits.max_num_seqs //= 2
 
 
 def simulation_of(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from ridgeline.graph import Graph, decode_graph, prefill_graph
 from ridgeline.predict.common import assemble, beyond_host, metric, peak_note, rank_cluster, rewritten, source_of
 from ridgeline.predict.operators.kernel import peak_flops
 from ridgeline.predict.serving.engine_costs import EngineCosts, engine_of, fuse
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.predict.serving.kv_budget import BLOCK, room
+from ridgeline.predict.serving.kv_budget import BLOCK, LESS, Room, room
 from ridgeline.predict.serving.weight_transfers import pass_seconds
-from ridgeline.predict.step.peak_memory import inference_peak
+from ridgeline.predict.step.peak_memory import Peak, inference_peak
 from ridgeline.predict.step.streams import breakdown
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
@@ -34,17 +35,24 @@ def predict_generation(e: Experiment, techniques: list[Technique], stages: int =
     decode = rewritten(decode_graph(part), part, techniques)
     steps = decode.decode_steps
     cluster = cluster.model_copy(update={"device": cluster.device.generating(_layer_bytes(decode))})
+    if engine is not None:
+        prefill, decode = fuse(prefill, engine, e.model), fuse(decode, engine, e.model)
+    flops = prefill.accumulation * (prefill.flops + steps * decode.flops)
+    peak, short = inference_peak(prefill, decode), ""
     if engine is None:
         first, each = _plain(prefill, decode, part, techniques, cluster)
-        waves = 1
+        total, waves = first + steps * each, 1
     else:
-        prefill, decode = fuse(prefill, engine, e.model), fuse(decode, engine, e.model)
-        first, each, waves = engine_times(e, techniques, cluster, engine, w, stages)
-    total = waves * (first + steps * each)
+        first, each, total, batch, space = engine_times(e, techniques, cluster, engine, w, stages)
+        waves = -(-e.micro_batch_size // batch)
+        if stages == 1 and not prefill.host_bytes:
+            peak, short = _in_engine(space, batch, w)
+        if waves > 1:
+            part = part.model_copy(update={"workload": w.model_copy(update={"batch_size": -(-e.batch_size // waves)})})
+            prefill = fuse(rewritten(prefill_graph(part), part, techniques), engine, e.model)
+            decode = fuse(rewritten(decode_graph(part), part, techniques), engine, e.model)
     produced = e.batch_size * (steps + 1)
-    peak = inference_peak(prefill, decode)
     source = source_of(cluster)
-    flops = prefill.accumulation * (prefill.flops + steps * decode.flops)
     metrics = {
         "ttft_s": metric(first, "s", "lower", source),
         "tpot_s": metric(each, "s", "lower", source),
@@ -57,7 +65,7 @@ def predict_generation(e: Experiment, techniques: list[Technique], stages: int =
     if prefill.host_bytes:
         metrics["host_bytes"] = metric(prefill.host_bytes, "bytes", "lower", "graph")
     result = assemble(e, metrics, peak, cluster)
-    if short := beyond_host(prefill, cluster):
+    if short := short or beyond_host(prefill, cluster):
         result.status, result.reason = "infeasible", "; ".join(filter(None, (result.reason, short)))
     rows = breakdown(prefill, cluster, times=waves)
     later = breakdown(decode, cluster, times=steps * waves)
@@ -70,6 +78,16 @@ def predict_generation(e: Experiment, techniques: list[Technique], stages: int =
     if engine is None and device.kind == "cpu" and device.rates and not device.decode_latency:
         result.notes.append("the profile is of an earlier version, which did not time decode steps: `ridgeline probe`")
     return result
+
+
+def _in_engine(space: Room, batch: int, w: Generate) -> tuple[Peak, str]:
+    """The peak of an engine with ``batch`` sequences at a time, and why it cannot hold even one, if it cannot."""
+    last = w.prompt_len + w.output_len
+    if space.tokens < last:
+        return space.peak, f"{space.reason}, no sequence of {last} tokens fits; {LESS}"
+    parts = space.peak.categories
+    cache = min(batch * last * space.bytes_per_token, parts["kv_cache"])
+    return Peak({**parts, "kv_cache": cache}, space.peak.instant), ""
 
 
 def _layer_bytes(g: Graph) -> float:
@@ -101,10 +119,25 @@ def _plain(
     return first, (ends[0] + 4 * middle + ends[1]) / 6
 
 
+class EngineTimes(NamedTuple):
+    """Seconds of a fixed batch in an engine."""
+
+    first: float
+    """Mean time to the first token."""
+    each: float
+    """Mean time per further token."""
+    total: float
+    """Of the whole batch."""
+    batch: int
+    """Sequences that the cache holds at a time: of one wave."""
+    space: Room
+    """For the cache."""
+
+
 def engine_times(
     e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts, w: Generate, stages: int = 1
-) -> tuple[float, float, int]:
-    """(mean seconds to the first token, mean seconds per further token, waves) of a batch that starts together.
+) -> EngineTimes:
+    """The times of a batch that starts together.
 
     Prompts fill iterations up to the engine's token budget; decoding starts when all are processed. Decode iterations
     are linear in the cached tokens, so their mean is the one at the mean context. Where the cache is too small for all,
@@ -120,7 +153,16 @@ def engine_times(
     surface = Iterations(e, techniques, cluster, engine, (w.prompt_len, last))
     space = room(e, surface, engine, e.micro_batch_size * w.prompt_len)
     batch = max(1, min(e.micro_batch_size, space.tokens // (w.prompt_len + BLOCK)))
-    waves = -(-e.micro_batch_size // batch)
+    rest = e.micro_batch_size % batch or batch
+    first, each = _wave(surface, w, batch, stages)
+    later, other = (first, each) if rest == batch else _wave(surface, w, rest, stages)
+    steps, full = w.output_len - 1, -(-e.micro_batch_size // batch) - 1
+    return EngineTimes(first, each, full * (first + steps * each) + later + steps * other, batch, space)
+
+
+def _wave(surface: Iterations, w: Generate, batch: int, stages: int) -> tuple[float, float]:
+    """(mean seconds to the first token, mean seconds per further token) of ``batch`` sequences that start together."""
+    engine = surface.engine
     per = max(1, engine.max_num_batched_tokens // w.prompt_len)
     now, firsts, hops = engine.request_s, 0.0, (stages - 1) * engine.hop_s
     piece = engine.max_num_batched_tokens
@@ -132,10 +174,10 @@ def engine_times(
         for at in range(0, len(parts), group):  # the last waits for those before it at one stage
             some = parts[at : at + group]
             first += sum(some[:-1]) / stages + some[-1] + hops
-        return first, surface.mixed([], 1, round(w.prompt_len + w.output_len / 2)) + hops, waves
+        return first, surface.mixed([], 1, round(w.prompt_len + w.output_len / 2)) + hops
     for start in range(0, batch, per):
         n = min(per, batch - start)
         now += surface.mixed([(w.prompt_len, 0)] * n, 0, 0) + hops
         firsts += n * now
     each = surface.mixed([], batch, round(batch * (w.prompt_len + w.output_len / 2))) + hops
-    return firsts / batch, each, waves
+    return firsts / batch, each
