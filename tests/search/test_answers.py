@@ -72,7 +72,9 @@ def test_the_end_is_said_though_one_worker_was_done_before_another_said_its_numb
     with SearchBar("planning") as bar:
         for done, of in [(0, 0), (40, 80), (80, 80), (81, 160), (160, 160)]:
             bar.at(done, of)
-    assert [line.split()[1] for line in capfd.readouterr().err.splitlines()] == ["40", "80", "160"]
+        for done, of in [(240, 240), (240, 240)]:  # a third, all at once
+            bar.at(done, of)
+    assert [line.split()[1] for line in capfd.readouterr().err.splitlines()] == ["40", "80", "160", "240"]
 
 
 def test_progress_counts_what_all_workers_have_done(capfd):

@@ -120,16 +120,16 @@ class SearchBar(_Live):
 
     def __init__(self, title: str) -> None:
         super().__init__()
-        self.title, self.tenths, self.of = title, 0, 0
+        self.title, self.said = title, 0
         self.task = self.progress.add_task(title, total=None, note="")
 
     def at(self, done: int, of: int) -> None:
         """So many are done."""
         self.progress.update(self.task, completed=done, total=of or None)
-        if of > self.of:  # another of those that work has said how many it has
-            self.of, self.tenths = of, min(self.tenths, 10 * done // of)
-        if of and 10 * done // of > self.tenths:
-            self.tenths = 10 * done // of
+        if (
+            of and 10 * done // of > 10 * self.said // of
+        ):  # of the total as it is now: those that work say theirs in turn
+            self.said = done
             self.line(f"{self.title}: {done} of {of}")
 
 
