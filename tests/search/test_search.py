@@ -232,7 +232,11 @@ def test_serving_offloads_only_what_fits_nowhere():
     whole = search(Question(catalog.model("llama2-13b"), catalog.cluster("2xrtx4090"), work, only=only), workers=1)
     assert not whole.found.with_technique.keys() & {"zero_inference"}
     assert whole.found.counts["dominated"] > 0
-    alone = search(Question(catalog.model("llama2-13b"), catalog.cluster("1xrtx4090"), work, only=only), workers=1)
+    seen = []
+    q = Question(catalog.model("llama2-13b"), catalog.cluster("1xrtx4090"), work, only=only)
+    alone = search(q, workers=1, progress=lambda done, of: seen.append((done, of)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] == 2 * seen[0][1]  # as many again, behind the first
     assert all("zero_inference" in t.names for t in alone.best)
     assert alone.best
 

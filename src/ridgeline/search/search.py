@@ -75,14 +75,14 @@ def search(
               for shape in space.combinations("shape")]  # fmt: skip
     shapes.sort(key=lambda s: sum(t.phase == "recompute" for t in s[2]))
     workers = 1 if first_feasible else max(1, min(workers, len(shapes) // 8))
-    found = Found()
+    found, before = Found(), 0
     for some in _by_offload(question, spaces):
         # What misses another limit than that of memory from the devices misses it by more from elsewhere.
         if found.kinds or ("peak_bytes" not in question.slo and any(t.quick.fits for t in found.nearest)):
             found.count("dominated", sum(some[i].below for i, _, _ in shapes))
             continue
         run = partial(_walk, question, bases, some, first_feasible=first_feasible)
-        _walk_all(run, shapes, workers, progress, found)
+        before += _walk_all(run, shapes, workers, progress, found, before)
     answer = Answer(question, found, settled.evidence, settled.without_effect, 0.0)
     if question.training and question.goal != "memory" and answer.best and not first_feasible:
         _look_around(question, bases, spaces, answer.best[0], found)
@@ -109,12 +109,21 @@ def _by_offload(q: Question, spaces: list[Slots]) -> list[list[Slots]]:
 
 
 def _walk_all(
-    run: Callable[..., Found], shapes: list[Shape], workers: int, progress: Progress | None, found: Found
-) -> None:
-    """Walk over the shapes in ``workers`` processes, and merge what they find into ``found``."""
+    run: Callable[..., Found], shapes: list[Shape], workers: int, progress: Progress | None, found: Found, before: int
+) -> int:
+    """Walk over the shapes in ``workers`` processes, and merge what they find into ``found`` → how many nodes there
+    were, behind ``before`` others in what ``progress`` is told."""
+    total = 0
+
+    def say(done: int, of: int) -> None:
+        nonlocal total
+        total = of
+        if progress:
+            progress(before + done, before + of)
+
     if workers == 1:
-        found.merge(run(shapes, progress=progress))
-        return
+        found.merge(run(shapes, progress=say))
+        return total
     fork, parts = get_context("fork"), [shapes[i::workers] for i in range(workers)]
     counts = fork.Array("q", 2)
     with ProcessPoolExecutor(workers, fork, share, (fork.Value("d", math.inf), counts)) as pool:
@@ -122,11 +131,11 @@ def _walk_all(
         left = True
         while left:
             left = bool(wait(jobs, _LOOK).not_done)
-            if progress:
-                progress(*counts.get_obj())  # without the lock, which a worker that was killed may have
+            say(*counts.get_obj())  # without the lock, which a worker that was killed may have
     for job, part in zip(jobs, parts, strict=True):
         killed = isinstance(job.exception(), BrokenProcessPool)
         found.merge(run(part) if killed else job.result())
+    return total
 
 
 def _look_around(q: Question, bases: list[Experiment], spaces: list[Slots], best: Tried, found: Found) -> None:
