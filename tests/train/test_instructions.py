@@ -32,7 +32,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import check, normalize
-from ridgeline.train.trainer import Trainer
+from ridgeline.train.trainer import Trainer, whole_model
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -84,6 +84,14 @@ def tuning(checkpoint, data, *plan, ranks=1, **fields):
             plan=Plan.parse(plan),
         )
     )
+
+
+def test_a_checkpoint_of_another_model_is_refused(checkpoint, chat):
+    e = tuning(checkpoint, chat)
+    other = MODEL.model_copy(update={"intermediate_size": 96})
+    with pytest.raises(UserError, match="has other tensors than model test-tiny"):
+        whole_model(e.model_copy(update={"model": other}), torch.device("cpu"))
+    assert whole_model(e, torch.device("cpu")).spec.intermediate_size == 64
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
