@@ -166,6 +166,17 @@ def test_a_catalog_name_wins_over_a_directory(tmp_path, monkeypatch):
     assert catalog.model("./gpt2").family == "llama"
 
 
+def test_a_directory_wins_over_an_id_that_only_resembles_a_catalog_name(tmp_path, monkeypatch):
+    for name in ("models/gpt2", "llama2-7b-chat"):
+        assert catalog.model(name).name in ("gpt2", "llama2-7b")
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG))
+        monkeypatch.chdir(tmp_path)
+        assert catalog.model(name).hidden_size == 16
+        assert catalog.model(name, files=False).hidden_size > 16
+        monkeypatch.chdir("/")
+
+
 def test_missing_paths_are_told_from_unknown_names(tmp_path):
     with pytest.raises(UserError, match="no file or directory"):
         catalog.model(str(tmp_path / "nowhere"))

@@ -12,6 +12,8 @@ import pytest
 from tests.serve.running import CONTEXT
 from tests.serve.running import process as start
 from tests.serve.test_reliability import LONG, call, error, opened
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from ridgeline.cli import app
 from ridgeline.spec.errors import UserError
@@ -154,6 +156,21 @@ def test_generate_goes_on_where_it_stopped(folder, tmp_path):
     run("generate", folder, *options)
     assert out.read_bytes().startswith(kept)
     assert records_of(out) == whole
+
+
+def test_a_conversation_gets_special_tokens_from_its_template_only(folder, tmp_path):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    first = tokenizer.encode("a").ids[0]
+    tokenizer.post_processor = TemplateProcessing("a $A", special_tokens=[("a", first)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = {"id": "chat", "messages": [{"role": "user", "content": "Hi"}]}
+    given.write_text("\n".join(map(json.dumps, [chat, {"id": "text", "prompt": "<user>Hi\n<assistant>"}])))
+    options = ["--max-tokens", 1, "--tokenizer", tmp_path / "tokenizer.json"]
+    run("generate", folder, "--input", given, "--out", out, *options)
+    found = records_of(out)
+    assert found["chat"]["prompt"] == found["text"]["prompt"]
+    assert found["chat"]["prompt_tokens"] + 1 == found["text"]["prompt_tokens"]
 
 
 def test_generate_interrupted_keeps_what_is_done(folder, tmp_path):

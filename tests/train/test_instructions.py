@@ -32,7 +32,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import check, normalize
-from ridgeline.train.trainer import Trainer
+from ridgeline.train.trainer import Trainer, whole_model
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -86,6 +86,14 @@ def tuning(checkpoint, data, *plan, ranks=1, **fields):
     )
 
 
+def test_a_checkpoint_of_another_model_is_refused(checkpoint, chat):
+    e = tuning(checkpoint, chat)
+    other = MODEL.model_copy(update={"intermediate_size": 96})
+    with pytest.raises(UserError, match="has other tensors than model test-tiny"):
+        whole_model(e.model_copy(update={"model": other}), torch.device("cpu"))
+    assert whole_model(e, torch.device("cpu")).spec.intermediate_size == 64
+
+
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 
@@ -125,6 +133,57 @@ def test_records_of_every_kind(tmp_path):
     assert learned(plain[0]) == ["3"]
 
 
+CALLS = (
+    "{% if tools %}[{{ tools | tojson }}]{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}({{ c.function.arguments.at }}){% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+TALK = [
+    {"role": "user", "content": "Look."},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "Blue."},
+    {"role": "assistant", "content": "It is."},
+]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None])
+def test_calls_of_functions_are_learned_and_the_functions_are_shown(tools, tmp_path):
+    file = tmp_path / "calls.jsonl"
+    file.write_text(json.dumps({"messages": TALK, "tools": tools}), encoding="utf-8")
+    (example,), _ = read_examples(file, Template(CALLS, "calls"))
+    assert learned(example) == ["!look(sky)</s>", "It is.</s>"]
+    assert example.text.startswith("[[{" if tools else "<user>")
+    with pytest.raises(UserError, match="does not write tool calls"):
+        read_examples(file, Template(TEMPLATES["chatml"], "chatml"))
+    file.write_text(json.dumps({"messages": CHAT, "tools": TOOLS}), encoding="utf-8")
+    with pytest.raises(UserError, match="does not show tools"):
+        read_examples(file, Template(TEMPLATES["chatml"], "chatml"))
+
+
+def test_prompts_and_completions_of_messages_parts_and_a_system_text_beside_them(tmp_path):
+    rows = [
+        {"prompt": CHAT[:4], "completion": CHAT[4:]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]},
+                      {"role": "assistant", "content": [{"type": "text", "text": "Ho"}]}]},
+        {"system": "Sing.", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+    ]  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(rows), encoding="utf-8")
+    found, _ = read_examples(tmp_path / "a.json", Template(TEMPLATES["chatml"], "chatml"))
+    assert [learned(e) for e in found] == [["Atop it.<|im_end|>\n"], ["Ho<|im_end|>\n"], ["Ho<|im_end|>\n"]]
+    assert "Above." in found[0].text
+    assert "Hi\nyou<|im_end|>" in found[1].text
+    assert found[2].text.startswith("<|im_start|>system\nSing.<|im_end|>")
+
+
+def test_lines_end_at_newlines_only(tmp_path):
+    texts = ["a\u2028b", "c\x85d\u2029"]
+    lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    assert [e.text for e in read_examples(tmp_path / "a.jsonl", None)[0]] == texts
+
+
 def read_examples_of(folder, rows):
     file = folder / "some.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -138,6 +197,8 @@ def read_examples_of(folder, rows):
         ('{"messages": []}', "at least one message"),
         ('{"messages": [{"role": "user", "content": "?"}]}', "nothing to learn"),
         ('{"messages": [{"role": "user"}]}', "needs a role and a content"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}', "message 1 needs tool_calls"),
+        ('{"messages": [{"role": "assistant", "content": "x"}], "tools": "["}', "tools are not JSON"),
         ('{"instruction": "x"}', "'output' is missing"),
         ('{"question": "x"}', "its keys: question"),
         ("[1]", "must be an object"),

@@ -85,21 +85,23 @@ def models() -> list[str]:
     return list(_model_index())
 
 
-def model(name: str) -> ModelSpec:
+def model(name: str, files: bool = True) -> ModelSpec:
     """The model called ``name``: a catalog name, a hub id, a ``config.json`` or a checkpoint directory.
 
-    Names win over paths; write ``./gpt2`` for a directory that is called like a catalog model. Raises
-    :class:`UserError` for an unknown name (with the nearest ones) or an unusable file.
+    The catalog's names and hub ids win over paths; write ``./gpt2`` for a directory that is called like a catalog
+    model. A path that exists wins over ids that only resemble one of these, such as ``checkpoints/gpt2``. ``files``:
+    whether paths are read at all. Raises :class:`UserError` for an unknown name (with the nearest ones) or an
+    unusable file.
     """
-    key = _resolve_model(name)
-    if key is not None:
-        return _catalog_model(key)
     from ridgeline.spec.model import ModelSpec
 
     path = Path(name).expanduser()
-    if path.exists():
+    if files and _named_model(name) is None and path.exists():
         return ModelSpec.from_path(path)
-    if name.startswith((".", "~", "/")) or name.endswith(".json"):
+    key = _resolve_model(name)
+    if key is not None:
+        return _catalog_model(key)
+    if files and (name.startswith((".", "~", "/")) or name.endswith(".json")):
         raise UserError(f"no file or directory {name}", "give a Hugging Face config.json or a checkpoint directory")
     raise unknown("model", name, [*_model_index(), *_model_aliases().values()])
 
@@ -128,11 +130,14 @@ def model_aliases(name: str) -> tuple[str, ...]:
 
 
 def _resolve_model(name: str) -> str | None:
-    """The catalog name that ``name`` (a name or a hub id, in any case) stands for."""
+    """The catalog name that ``name`` (a name, a hub id or one that resembles it, in any case) stands for."""
+    return _named_model(name) or _model_stems().get(_stem(name.strip().lower()))
+
+
+def _named_model(name: str) -> str | None:
+    """The catalog name of which ``name`` is the name or a listed hub id, in any case."""
     low = name.strip().lower()
-    if low in _model_index():
-        return low
-    return _model_aliases_to_names().get(low) or _model_stems().get(_stem(low))
+    return low if low in _model_index() else _model_aliases_to_names().get(low)
 
 
 _VARIANT = re.compile(

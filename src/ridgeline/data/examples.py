@@ -1,7 +1,8 @@
 """Instruction data: records of a JSON or JSON-lines file → text whose answers are marked, by a chat template.
 
 Four kinds of record are read, told apart by their keys: chat (``messages``, or ``conversations`` as ShareGPT writes
-them), Alpaca (``instruction``, ``input``, ``output``), ``prompt`` and ``completion``, and plain ``text``.
+them, with the ``tools`` that may be called), Alpaca (``instruction``, ``input``, ``output``), ``prompt`` and
+``completion`` (texts, or both messages), and plain ``text``.
 """
 
 from __future__ import annotations
@@ -101,15 +102,24 @@ class Template:
         except Exception as e:  # templates are programs, and their error messages arbitrary
             raise BadRecord(f"the chat template does not take it: {e}") from None
 
-    def example(self, messages: list[dict[str, Any]]) -> Example:
-        """The whole conversation, with the assistant's turns (including their closing tokens) marked as answers."""
-        text = self.render(messages)
+    def example(
+        self, messages: list[dict[str, Any]], learned_from: int = 0, tools: list[dict[str, Any]] | None = None
+    ) -> Example:
+        """The whole conversation, with the assistant's turns (including their closing tokens) marked as answers: those
+        from message ``learned_from`` on. Raises BadRecord, also for tools and calls that the template leaves out."""
+        text = self.render(messages, tools=tools)
+        silent = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
+        if silent != messages and text == self.render(silent, tools=tools):
+            raise BadRecord("the chat template does not write tool calls: give another --template")
+        if tools and text == self.render(messages):
+            raise BadRecord("the chat template does not show tools to the model: give another --template")
         spans = []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or i < learned_from:
                 continue
-            before, upto = self.render(messages[:i], prompt=True), self.render(messages[: i + 1])
-            start = len(before) if upto.startswith(before) else len(self.render(messages[:i]))
+            before = self.render(messages[:i], prompt=True, tools=tools)
+            upto = self.render(messages[: i + 1], tools=tools)
+            start = len(before) if upto.startswith(before) else len(self.render(messages[:i], tools=tools))
             if not text.startswith(upto[:start]) or not text.startswith(upto.rstrip()):
                 raise BadRecord("the chat template changes earlier messages when later ones follow")
             spans.append((start, min(len(upto), len(text))))
@@ -201,7 +211,7 @@ def records(file: Path, skip_bad: bool = False) -> Iterator[tuple[str, Any]]:
     """
     if not file.is_file():
         raise UserError(f"no data file {file}", "give a .jsonl or .json file")
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = file.read_text(encoding="utf-8-sig", errors="replace")
     if text.lstrip().startswith("["):
         try:
             listed = json.loads(text)
@@ -209,7 +219,7 @@ def records(file: Path, skip_bad: bool = False) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{file} is not a JSON list: {e}", "fix it, or write one record a line (.jsonl)") from None
         yield from ((f"{file}: record {i}", record) for i, record in enumerate(listed, 1))
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a JSON text may hold Unicode's other line separators
         if not line.strip():
             continue
         place = f"{file}:{number}"
@@ -250,14 +260,21 @@ def read_examples(
 def _example(record: Any, template: Template | None, place: str) -> Example:
     if not isinstance(record, dict):
         raise BadRecord(f"a record must be an object, not {type(record).__name__}")
-    if "messages" in record or "conversations" in record:
-        messages = _messages(record.get("messages", record.get("conversations")))
+    found, context = record.get("messages", record.get("conversations")), record.get("prompt")
+    learned_from = 0
+    if isinstance(context, list) and isinstance(record.get("completion"), list):
+        found, learned_from = context + record["completion"], len(context)
+    if found is not None or "messages" in record or "conversations" in record:
         if template is None:
             raise UserError(
                 f"{place}: chat messages need a chat template, and the checkpoint has none",
                 f"give --template FILE.jinja, or one of: {', '.join(TEMPLATES)}",
             )
-        return template.example(messages)
+        messages = _messages(found, template.reads_parts)
+        if isinstance(system := record.get("system"), str) and system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+            learned_from += 1
+        return template.example(messages, learned_from, _tools(record.get("tools")))
     if "instruction" in record:
         instruction, given, output = (_text(record, k, k != "input") for k in ("instruction", "input", "output"))
         prompt = f"{instruction}\n\n{given}" if given else instruction
@@ -285,7 +302,9 @@ def _text(record: dict[str, Any], key: str, needed: bool = True) -> str:
     return value
 
 
-def _messages(found: Any) -> list[dict[str, Any]]:
+def _messages(found: Any, in_parts: bool) -> list[dict[str, Any]]:
+    """Messages as templates take them, with all their further fields; ``in_parts``: a user's or an assistant's content
+    that comes in parts stays so."""
     if not isinstance(found, list) or not found:
         raise BadRecord("messages must be a list of at least one message")
     out = []
@@ -293,9 +312,48 @@ def _messages(found: Any) -> list[dict[str, Any]]:
         if not isinstance(m, dict):
             raise BadRecord(f"message {i} is not an object")
         role, content = m.get("role", m.get("from")), m.get("content", m.get("value"))
-        if not isinstance(role, str) or not isinstance(content, str):
+        further = {k: v for k, v in m.items() if k not in ("role", "from", "content", "value") and v is not None}
+        calls = further.pop("tool_calls", None)
+        if calls:
+            further["tool_calls"] = _calls(calls, i)
+            content = "" if content is None else content
+        if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+            as_list = in_parts and role in ("user", "assistant")
+            content = content if as_list else "\n".join(p["text"] for p in content)
+        elif not isinstance(content, str):
+            content = None
+        if not isinstance(role, str) or content is None:
             raise BadRecord(f"message {i} needs a role and a content, both text")
-        out.append({"role": _ROLES.get(role, role), "content": content})
+        out.append({"role": _ROLES.get(role, role), "content": content, **further})
     if not any(m["role"] == "assistant" for m in out):
         raise BadRecord("no message is the assistant's: there is nothing to learn")
     return out
+
+
+def _calls(found: Any, message: int) -> list[dict[str, Any]]:
+    """Calls of functions as templates take them: their arguments, which the OpenAI API has as text, as an object."""
+    calls = []
+    try:
+        for call in found:
+            function = dict(call["function"])
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"].strip() or "{}")
+            calls.append({**call, "function": function})
+    except (KeyError, TypeError, ValueError):
+        what = 'each {"function": {"name": …, "arguments": …}}, with arguments that are JSON'
+        raise BadRecord(f"message {message} needs tool_calls that are {what}") from None
+    return calls
+
+
+def _tools(found: Any) -> list[dict[str, Any]] | None:
+    """The functions that may be called, a list or its JSON; None: none."""
+    if isinstance(found, str):
+        try:
+            found = json.loads(found.strip() or "[]")
+        except ValueError as e:
+            raise BadRecord(f"tools are not JSON: {e}") from None
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise BadRecord("tools must be a list of objects")
+    return found

@@ -27,7 +27,7 @@ def answers(
     end = min(ends_of(str(checkpoint)), default=tokenizer.token_to_id(END))
     for prompt in prompts:
         before_step()
-        ids = tokenizer.encode(prompt.text).ids
+        ids = tokenizer.encode(prompt.text, add_special_tokens=prompt.special).ids
         ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
         if not ids:
             raise UserError(f"prompt {prompt.id!r} is empty", "give some text")

@@ -25,6 +25,8 @@ class Prompt:
     id: str
     text: str
     max_tokens: int | None = None
+    special: bool = True
+    """Whether the tokenizer puts its special tokens around the text: a chat template has written its own."""
 
 
 def read_prompts(file: Path, template: Template | None) -> list[Prompt]:
@@ -39,7 +41,8 @@ def read_prompts(file: Path, template: Template | None) -> list[Prompt]:
         limit = record.get("max_tokens")
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise UserError(f"{place}: max_tokens is {limit!r}", "give a positive number")
-        found.append(Prompt(str(record.get("id", number)), _text(record, template, place), limit))
+        text, special = _text(record, template, place), isinstance(record.get("prompt"), str)
+        found.append(Prompt(str(record.get("id", number)), text, limit, special))
     twice = (
         {p.id for p in found if sum(q.id == p.id for q in found) > 1} if len({p.id for p in found}) < len(found) else ()
     )
@@ -92,7 +95,8 @@ def generate(
     while left or jobs:
         while left and len(jobs) < ahead:
             prompt = left.popleft()
-            request = EngineRequest(prompt.id, vocabulary.encode(prompt.text), sampling(prompt.max_tokens))
+            ids = vocabulary.encode(prompt.text, prompt.special)
+            request = EngineRequest(prompt.id, ids, sampling(prompt.max_tokens))
             job = ServeJob(request, vocabulary, stops=stops)
             try:
                 engine.add(job.request)

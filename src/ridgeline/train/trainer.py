@@ -102,11 +102,17 @@ def global_batches(e: Experiment, rank: int, world: int) -> AnyBatches:
 def whole_model(e: Experiment, device: torch.device) -> Transformer:
     """The model before anything is divided, so that every layout and every engine starts from the same weights.
 
-    On device "meta": only its shapes.
+    On device "meta": only its shapes. Raises :class:`UserError` for a checkpoint of a model of other shapes.
     """
     w = e.training
     if w.checkpoint and device.type != "meta":
         model = load_checkpoint(Path(w.checkpoint), dtype=DTYPES[e.dtype]).to(device)
+        needed = {p.name: p.shape for p in e.model.parameters()}
+        if {p.name: p.shape for p in model.spec.parameters()} != needed:
+            raise UserError(
+                f"checkpoint {w.checkpoint} has other tensors than model {e.model.name}",
+                f'give the checkpoint\'s own model: model="{w.checkpoint}"',
+            )
     else:
         model = build(e.model, device, DTYPES[e.dtype], w.seed)
     model.set_attention("naive")

@@ -46,8 +46,7 @@ def model_of(model: str | dict[str, Any]) -> ModelSpec:
     """The catalog's model, or that of a ``config.json``. Raises :class:`UserError` for anything else."""
     if isinstance(model, dict):
         return ModelSpec.from_config(model, str(model.get("_name_or_path") or "pasted model"))
-    catalog.published(model)  # names only: a path would read this machine's files
-    return catalog.model(model)
+    return catalog.model(model, files=False)  # a path would read this machine's files
 
 
 def cluster_of(on: str, changes: dict[str, float]) -> Cluster:
