@@ -282,7 +282,7 @@ def _same_codes(parts: list[nn.Module]) -> list[Stripes] | None:
     codes = [c for c in found if type(c) is Stripes]
     if len(codes) < len(parts) or any(map(_hooked, parts)):
         return None
-    kinds = {(c.bits, c.center, c.group, c.stripe, c.width, c.zero is None) for c in codes}
+    kinds = {(c.bits, c.center, c.group, c.stripe, c.width, c.zero is None, c.scale.dtype) for c in codes}
     biased = {p.bias is None for p in parts}
     return codes if len(kinds) == len(biased) == 1 else None
 
