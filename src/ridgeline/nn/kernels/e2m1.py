@@ -29,8 +29,8 @@ TO_F16 = tl.constexpr(_WIDEN.format(kind="f16", down=3, below="0x0e000e00", fact
 
 @triton.jit
 def numbers(held, AT: tl.constexpr, dtype: tl.constexpr):
-    """What code ``AT``, four bits from the lowest ones on, of each of the words ``held`` stands for, in ``dtype`` (bf16,
-    fp16 or fp32), exactly."""
+    """What code ``AT``, of four bits, of each of the words ``held`` stands for, in ``dtype`` (bf16, fp16 or fp32),
+    exactly; code 0 has the lowest bits."""
     if COMPILED:
         upper = held << 4 if AT % 2 == 0 else held  # once for all even codes
         which: tl.constexpr = 0x4400 + 0x1111 * (AT // 2)

@@ -436,8 +436,8 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
 
     ``words`` int32 [out, blocks · stripe] of ``bits`` (2, 4 or 8), ``scale`` [groups, out], ``zero`` uint8
     [groups, out] or None (``center``), both with rows of one stride, ``group`` inputs per scale, a multiple of
-    ``stripe``. Of codes of 4 bits with scales in uint8 the former are E2M1 numbers, the latter exponents in E8M0. ``arrived`` int32: zeros, which every call leaves behind, at least one for each tile of outputs; calls
-    at one time need their own.
+    ``stripe``. Scales in uint8 are exponents (E8M0), of codes of 4 bits that are E2M1 numbers. ``arrived`` int32:
+    zeros, which every call leaves behind, at least one for each tile of outputs; calls at one time need their own.
     """
     dtype = dtype or x.dtype
     m, k = x.shape
