@@ -104,6 +104,16 @@ def test_our_own_products_with_codes_of_many_rows_expand_the_weight(plan, bits, 
     assert product("vllm", 129)[2] is None
 
 
+@pytest.mark.parametrize(("plan", "captured"), [([], True), (["mxfp4"], False), (["fp8"], False)])
+def test_steps_with_experts_in_codes_are_not_captured(plan, captured):
+    """The host waits for the experts' numbers of rows (``tests/gpu/test_traced.py``), and launches its operators."""
+    own = surface(model="mixtral-8x7b", on="h200", plan=plan, engine="ridgeline")
+    assert own.engine.graphs == captured
+    assert surface(model="mixtral-8x7b", on="h200", plan=plan).engine.graphs
+    dense = surface(plan=["mxfp4:layers=all"], engine="ridgeline")
+    assert dense.engine.graphs
+
+
 @pytest.mark.parametrize("model", ["gpt2", "llama3.1-8b"])
 @pytest.mark.parametrize("engine", ["vllm", "ridgeline"])
 def test_each_input_of_8_bit_products_is_cast_once(model, engine):
