@@ -257,10 +257,10 @@ def test_every_scale_of_e2m1_codes_is_exact(out):
     """Each exponent but that of NaN, read as a byte and as a part of a word; sums of one product are not rounded."""
     p = e2m1_record(out, 32)
     p.scale[:, 0] = torch.arange(out) % 255
-    p.codes[p.scale[:, 0] == 254] = 2  # 1: the largest numbers times 2^127 would be infinite
+    p.codes[p.scale[:, 0] > 252] = 2  # 1: larger numbers times the largest scales would be infinite
     x = torch.eye(32)[[1, 30]].bfloat16()
     want = p.dense(torch.float64).t()[[1, 30]].float()
-    assert want[:, 0].isfinite().all()
+    assert want.isfinite().all()
     assert torch.equal(product(x, Stripes(p), dtype=torch.float32), want)
 
 
