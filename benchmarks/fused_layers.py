@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ridgeline.jobs.malloc import keep_freed_memory
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.kernels import functions, native
-from ridgeline.nn.model import fused
+from ridgeline.nn.model import fused, fused_loss
 from ridgeline.nn.model.attention import AttentionBackend, naive_attention
 from ridgeline.nn.model.init import build
 from ridgeline.nn.model.loss import token_loss
@@ -65,7 +65,7 @@ def variant(backend: str, *parts: str) -> Callable[[], None]:
         fused.fuse_elementwise(model)
         if backend == "naive":
             model.set_attention(AttentionBackend("naive", fused.fused_naive_attention, wants_bias=True))
-    loss = partial(fused.chunked_token_loss, rows=chunk_rows) if "loss" in parts else token_loss
+    loss = partial(fused_loss.chunked_token_loss, rows=chunk_rows) if "loss" in parts else token_loss
     ids = torch.randint(MODEL.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = ids.roll(-1, 1)
 

@@ -228,6 +228,18 @@ def products() -> Iterator[Case]:
             )  # fmt: skip
 
         yield Case(label, call, quick)
+    for rows, (out, width), dtype in (
+        *((m, (4096, 4096), BF16) for m in (1, 8, 16, 64, 512)), *((m, (2880, 2880), BF16) for m in (1, 4, 64)),
+        (1, (2880, 2880), F16), (64, (28672, 4096), F16), (12, (1037, 2880), BF16),
+    ):  # fmt: skip
+
+        def numbers(rows=rows, out=out, width=width, dtype=dtype):
+            stripe = striped(width, 4, 32)
+            words, scale = e(out, stripe * -(-width // (8 * stripe)), dtype=I32), e(width // 32, out, dtype=torch.uint8)
+            lowbit_matmul.lowbit_product(e(rows, width, dtype=dtype), words, scale, None, 4, 0, 32, stripe,
+                                         e(out, dtype=I32))  # fmt: skip
+
+        yield Case(f"mxfp4 rows={rows} {out}x{width} {NAMES[dtype]}", numbers, out == 4096 and rows in (1, 16, 512))
     for lines, out, width, dtype in ((1, 4096, 4096, BF16), (4, 14336, 4096, BF16)):
 
         def ternary(lines=lines, out=out, width=width, dtype=dtype):

@@ -42,6 +42,7 @@ BUDGETS = {
     "serve": ("llama-mini", [], {"prefill": (19, 24), "decode": (17, 24)}),
     "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": (19, 24), "decode": (17, 24)}),
     "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"prefill": (19, 32), "decode": (17, 25)}),
+    "serve mxfp4": ("llama-mini", ["mxfp4:layers=all"], {"prefill": (19, 32), "decode": (17, 25)}),
     "serve fp8": ("llama-mini", ["fp8"], {"prefill": (19, 31), "decode": (17, 25)}),
     "serve moe": ("mixtral-tiny", [], {"prefill": (19, 64), "decode": (17, 64)}),
 }
@@ -161,6 +162,20 @@ def test_float8_weights_as_the_device_can(sequences, with_units):
     assert (step.kernels["few" if sequences == 4 else "tiles"], step.replayed) == (8, 24)
     assert (prompts.kernels["expand"], prompts.kernels["linear"]) == (8, 8)
     assert not any(s.wrong for found in (hopper, ampere) for s in found.values())
+
+
+@pytest.mark.parametrize(("sequences", "kernel"), [(1, "few"), (4, "few"), (64, "tiles")])
+def test_experts_in_mxfp4_take_the_kernels_of_int4(sequences, kernel):
+    """Those of as many rows as they have, one expert after the other, which the host waits for: no graph."""
+    plans = ("mxfp4", "rtn:bits=4,group_size=32")
+    floats, steps = traces([serving("mixtral-tiny", plan) for plan in plans], (), sequences)
+    attention = 2 * 2  # of two layers, which mxfp4 leaves as they are
+    found, other = floats["decode"], steps["decode"]
+    assert found.operators[kernel] == other.operators[kernel] - attention > 0
+    assert (found.launches, found.replayed, found.wrong) == (other.launches, 0, [])
+    prompts, others = floats["prefill"].operators, steps["prefill"].operators
+    if sequences == 64:  # 4096 tokens
+        assert prompts["expand"] == others["expand"] - attention == 2 * 4 * 2
 
 
 def test_filters_of_a_whole_batch_wait_twice_at_most(traced):

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from tests.nn.interpreter import DEVICE
+from tests.nn.test_lowbit_triton import e2m1_record
 from tests.nn.test_packed_linear import record, rows
 from tests.nn.test_paged_triton import step
 
@@ -76,6 +77,15 @@ def test_a_row_fetches_lines_of_the_weight(fetched, n, k, gated):
 @pytest.mark.parametrize(("out", "width", "group"), [(33, 96, 32), (16, 80, 80), (70, 2048, 128), (24, 512, 512)])
 def test_low_bit_products_fetch_words_and_scales(fetched, m, bits, out, width, group):
     codes = Stripes(record(out, width, bits, group, True))
+    with within(fetched, codes.words, codes.scale):
+        lowbit_matmul.lowbit_product(rows(m, width).half(), codes.words, codes.scale, None, codes.bits, codes.center,
+                                     codes.group, codes.stripe, codes.arrived)  # fmt: skip
+
+
+@pytest.mark.parametrize("m", [1, 9])
+@pytest.mark.parametrize(("out", "width"), [(33, 96), (24, 512)])
+def test_products_with_e2m1_codes_fetch_words_and_scales(fetched, m, out, width):
+    codes = Stripes(e2m1_record(out, width))
     with within(fetched, codes.words, codes.scale):
         lowbit_matmul.lowbit_product(rows(m, width).half(), codes.words, codes.scale, None, codes.bits, codes.center,
                                      codes.group, codes.stripe, codes.arrived)  # fmt: skip

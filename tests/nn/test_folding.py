@@ -6,7 +6,7 @@ from tests.nn.interpreter import DEVICE
 from tests.nn.test_kernels import chunks_of, gradients, pair
 
 from ridgeline.nn.kernels import functions
-from ridgeline.nn.model import fused
+from ridgeline.nn.model import fused, fused_loss
 from ridgeline.nn.model.loss import token_loss
 
 COLUMNS = 1024
@@ -68,7 +68,7 @@ def test_a_model_trains_the_same_on_tiles_of_16(family):
     plain, other, _ = pair(family, torch.float32, device=DEVICE)
     fused.fold(other, 16)
     loss, want = gradients(plain, token_loss, shape=(1, 20))
-    got_loss, got = gradients(other, lambda *a: fused.chunked_token_loss(*a, rows=chunks_of(8)), shape=(1, 20))
+    got_loss, got = gradients(other, lambda *a: fused_loss.chunked_token_loss(*a, rows=chunks_of(8)), shape=(1, 20))
     assert got_loss == pytest.approx(loss, rel=1e-6)
     for name, g in got.items():
         if not name.endswith("k_proj.bias"):  # whose gradient is zero but for rounding

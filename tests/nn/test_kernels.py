@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.nn.kernels import adjacency, functions, native
-from ridgeline.nn.model import fused
+from ridgeline.nn.model import fused, fused_loss
 from ridgeline.nn.model.attention import AttentionBackend, naive_attention
 from ridgeline.nn.model.init import build
 from ridgeline.nn.model.loss import token_loss
@@ -86,7 +86,7 @@ def test_every_family_forward_and_backward_in_fp64(family, backend):
     plain, other, merged = pair(family, torch.float64, backend)
     assert len(merged) == {"llama": 4, "biases": 4, "granite": 4, "yarn": 4, "llama4": 4}.get(family, 2)
     loss, want = gradients(plain, token_loss)
-    got_loss, got = gradients(other, lambda *a: fused.chunked_token_loss(*a, rows=chunks_of(7)))
+    got_loss, got = gradients(other, lambda *a: fused_loss.chunked_token_loss(*a, rows=chunks_of(7)))
     assert got_loss == pytest.approx(loss, rel=1e-14)
     assert set(got) == set(want)
     for name, g in got.items():
@@ -101,7 +101,7 @@ def test_in_fp32_and_under_autocast(low):
     exact = copy.deepcopy(plain).double()
     loss, want = gradients(exact, token_loss)
     _, unfused = gradients(plain, token_loss, low)
-    got_loss, got = gradients(other, lambda *a: fused.chunked_token_loss(*a, rows=chunks_of(16)), low)
+    got_loss, got = gradients(other, lambda *a: fused_loss.chunked_token_loss(*a, rows=chunks_of(16)), low)
     assert got_loss == pytest.approx(loss, rel=1e-6 if low is None else 2e-3)
     for name, g in got.items():  # no further from the truth than the plain operators are, but for chance
         scale = want[name].norm()
@@ -204,7 +204,7 @@ def test_without_a_compiler_plain_operators_take_over_with_one_notice(monkeypatc
             warnings.simplefilter("error")
             plain, other, _ = pair("llama", torch.float32)
             loss, want = gradients(plain, token_loss)
-            got_loss, got = gradients(other, lambda *a: fused.chunked_token_loss(*a, rows=chunks_of(16)))
+            got_loss, got = gradients(other, lambda *a: fused_loss.chunked_token_loss(*a, rows=chunks_of(16)))
         assert got_loss == pytest.approx(loss, rel=1e-6)
         assert all(torch.allclose(got[n], want[n], rtol=1e-4, atol=1e-6) for n in want)
     finally:

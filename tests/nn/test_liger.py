@@ -11,7 +11,7 @@ pytest.importorskip("liger_kernel", reason="Liger Kernel is not installed")
 
 from ridgeline import catalog
 from ridgeline.nn.kernels import functions, liger
-from ridgeline.nn.model import fused
+from ridgeline.nn.model import fused, fused_loss
 from ridgeline.nn.model.init import build
 from ridgeline.nn.model.loss import IGNORE
 
@@ -105,7 +105,7 @@ def test_a_model_with_all_of_them(norms):
         model = build(catalog.model("llama-tiny"), torch.device(DEVICE), torch.float32, 0)
         fused.merge_projections(model, gated)
         fused.fuse_elementwise(model, norm)
-        total, _ = fused.chunked_token_loss(model(ids, return_hidden=True), model.head, ids, lambda *_: 32, loss)
+        total, _ = fused_loss.chunked_token_loss(model(ids, return_hidden=True), model.head, ids, lambda *_: 32, loss)
         total.backward()
         return [total, *(p.grad for p in model.parameters())]
 

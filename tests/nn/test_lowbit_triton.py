@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from tests.nn.interpreter import DEVICE
 from tests.nn.test_packed_linear import record, rows
 
-from ridgeline.nn.kernels import e4m3, lowbit_matmul
+from ridgeline.nn.kernels import e2m1, e4m3, lowbit_matmul
 from ridgeline.nn.kernels.lowbit_matmul import MANY_ROWS, float8_product, lowbit_product
 from ridgeline.nn.quant.codec import E4M3
 from ridgeline.nn.quant.codes import Stripes, counters
+from ridgeline.nn.quant.packed import E2M1, Packed
 
 
 def product(x, codes, bias=None, dtype=None):
@@ -119,8 +120,8 @@ def test_assembly_widens_all_float8_codes_exactly(assembly, dtype):
     for place in range(4):
         given = torch.stack([codes.roll(i - place) for i in range(4)], 1).contiguous()
         assert torch.equal(given[:, place], codes)
-        low, high = carried_out(assembly.value, given.view(torch.int32).flatten().long() & ONES, dtype)
-        got = torch.stack([low, high], 1).to(torch.int32).view(dtype).float()
+        held = carried_out(assembly.value, {"$2": given.view(torch.int32).flatten().long() & ONES}, dtype)
+        got = torch.stack([held["$0"], held["$1"]], 1).to(torch.int32).view(dtype).float()
         want = given.view(E4M3).float()
         want = torch.where((given & 127) == 127, torch.where(given == 127, 480.0, -480.0), want)
         assert torch.equal(got, want)
@@ -130,9 +131,9 @@ def test_assembly_widens_all_float8_codes_exactly(assembly, dtype):
 ONES = (1 << 32) - 1
 
 
-def carried_out(assembly, word, dtype):
-    """Results of some of PTX's instructions, of registers as int64 tensors."""
-    held = {"$2": word}
+def carried_out(assembly, given, dtype):
+    """Registers, as int64 tensors of one length, behind some of PTX's instructions on those that are ``given``."""
+    held, word = dict(given), next(iter(given.values()))
     plain = {"shr.u32": torch.bitwise_right_shift, "and.b32": torch.bitwise_and, "mov.b32": torch.clone}
 
     def value(name):
@@ -146,7 +147,7 @@ def carried_out(assembly, word, dtype):
         given = [value(name) for name in names]
         if op == "prmt.b32":
             sources = [(g >> 8 * i) & 255 for g in given[:2] for i in range(4)]
-            held[to] = sum(sources[(int(names[2], 0) >> 4 * i) & 7] << 8 * i for i in range(4))
+            held[to] = sum(sources[(int(given[2][0]) >> 4 * i) & 7] << 8 * i for i in range(4))
         elif op.startswith("fma.rn."):
             a, b, c = (g.to(torch.int32).unsqueeze(1).view(dtype).double() for g in given)
             held[to] = (a * b + c).to(dtype).view(torch.int32).flatten().long() & ONES
@@ -155,7 +156,23 @@ def carried_out(assembly, word, dtype):
             held[to] = given[0] & given[1] | given[2]
         else:
             held[to] = plain[op](*given)
-    return held["$0"], held["$1"]
+    return held
+
+
+@pytest.mark.parametrize(("assembly", "dtype"), [(e2m1.TO_BF16, torch.bfloat16), (e2m1.TO_F16, torch.float16)])
+def test_assembly_widens_all_e2m1_codes_exactly(assembly, dtype):
+    """Of every place in two words, whatever the other codes are."""
+    g = torch.Generator().manual_seed(0)
+    words = torch.randint(1 << 32, (2, 512), generator=g)
+    for at in range(8):
+        codes = (words >> 4 * at) & 15
+        assert codes.unique().numel() == 16
+        upper = (words << 4) & ONES if at % 2 == 0 else words
+        given = {"$1": upper[0], "$2": upper[1], "$3": torch.full_like(upper[0], 0x4400 + 0x1111 * (at // 2))}
+        got = carried_out(assembly.value, given, dtype)["$0"].to(torch.int32).view(dtype).view(-1, 2).t().float()
+        want = E2M1[codes]
+        assert torch.equal(got, want)
+        assert torch.equal(got.signbit(), want.signbit())
 
 
 def test_all_float8_codes_are_widened_exactly():
@@ -206,3 +223,53 @@ def float8(n, k):
     codes[(codes & 127) == 127] = 0
     scales = torch.logspace(-12, 0, n, 2.0).view(n, 1)
     return codes.view(E4M3).to(DEVICE), scales.to(DEVICE), torch.randn(n, generator=g).to(DEVICE)
+
+
+def e2m1_record(out, width, least=118, most=132):
+    """Codes of 4-bit floating point with exponents from ``least`` to ``most``."""
+    g = torch.Generator().manual_seed(out)
+    codes = torch.randint(16, (out, width), generator=g, dtype=torch.int32).to(torch.uint8)
+    scale = torch.randint(least, most + 1, (out, width // 32), generator=g, dtype=torch.int32).to(torch.uint8)
+    return Packed(codes, scale, None, 4, 32, floating=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("out", "width"), [(40, 512), (33, 96), (20, 1440)])
+def test_products_of_e2m1_codes(dtype, out, width):
+    """One row, a few, more, whose inputs are divided, and those of an expanded weight, which is exact; blocks that are
+    filled up, and scales that are read as words or, of odd numbers of outputs, as bytes."""
+    p = e2m1_record(out, width)
+    codes, bias = Stripes(p), torch.randn(out, generator=torch.Generator().manual_seed(2)).to(dtype)
+    assert torch.equal(codes.rows(0, out, torch.float32), p.dense())
+    w = p.dense(torch.float64)
+    for m in (1, 5, 18, MANY_ROWS + 1):
+        x = rows(m, width).to(dtype)
+        got = product(x, codes, bias, torch.float32)
+        want, added = F.linear(x.double(), w, bias.double()), F.linear(x.double().abs(), w.abs(), bias.double().abs())
+        close = 2.0**-20 if DEVICE == "cpu" or m <= MANY_ROWS else 2.0**-9  # tensor cores round fp32 operands
+        assert ((got.double() - want).abs() <= close * added).all()
+        assert not codes.arrived.any()
+    assert product(x[:0], codes).shape == (0, out)
+
+
+@pytest.mark.parametrize("out", [255, 508])
+def test_every_scale_of_e2m1_codes_is_exact(out):
+    """Each exponent but that of NaN, read as a byte and as a part of a word; sums of one product are not rounded."""
+    p = e2m1_record(out, 32)
+    p.scale[:, 0] = torch.arange(out) % 255
+    p.codes[p.scale[:, 0] > 252] = 2  # 1: larger numbers times the largest scales would be infinite
+    x = torch.eye(32)[[1, 30]].bfloat16()
+    want = p.dense(torch.float64).t()[[1, 30]].float()
+    assert want.isfinite().all()
+    assert torch.equal(product(x, Stripes(p), dtype=torch.float32), want)
+
+
+def test_parts_of_e2m1_codes_are_those_of_the_weight():
+    p = e2m1_record(64, 512)
+    codes, dense = Stripes(p), p.dense()
+    assert torch.equal(codes.part(0, 16, 48).rows(0, 32, torch.float32), dense[16:48])
+    for start, stop in ((256, 512), (32, 96), (16, 64)):  # the last one within a block
+        part, x = codes.part(1, start, stop), rows(2, stop - start).bfloat16()
+        assert torch.equal(part.rows(0, 64, torch.float32), dense[:, start:stop])
+        want = F.linear(x.double(), dense[:, start:stop].double())
+        assert off(product(x, part, dtype=torch.float32), want) < 1e-5

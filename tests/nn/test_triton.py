@@ -6,7 +6,7 @@ from tests.nn.interpreter import DEVICE
 from tests.nn.test_kernels import chunks_of, gradients, pair
 
 from ridgeline.nn.kernels import functions
-from ridgeline.nn.model import fused
+from ridgeline.nn.model import fused_loss
 from ridgeline.nn.model.loss import token_loss
 
 
@@ -21,7 +21,7 @@ def triton_everywhere(monkeypatch):
 def test_forward_and_backward(family):
     plain, other, _ = pair(family, torch.float32, device=DEVICE)
     loss, want = gradients(plain, token_loss, shape=(1, 6))
-    got_loss, got = gradients(other, lambda *a: fused.chunked_token_loss(*a, rows=chunks_of(4)), shape=(1, 6))
+    got_loss, got = gradients(other, lambda *a: fused_loss.chunked_token_loss(*a, rows=chunks_of(4)), shape=(1, 6))
     assert got_loss == pytest.approx(loss, rel=1e-6)
     for name, g in got.items():
         if not name.endswith("k_proj.bias"):  # whose gradient is zero but for rounding
@@ -31,7 +31,9 @@ def test_forward_and_backward(family):
 def test_bf16_storage():
     plain, other, _ = pair("llama", torch.float32, device=DEVICE)
     loss, want = gradients(plain, token_loss, shape=(1, 6))
-    got_loss, got = gradients(other, lambda *a: fused.chunked_token_loss(*a, rows=chunks_of(4)), torch.bfloat16, (1, 6))
+    got_loss, got = gradients(
+        other, lambda *a: fused_loss.chunked_token_loss(*a, rows=chunks_of(4)), torch.bfloat16, (1, 6)
+    )
     assert got_loss == pytest.approx(loss, rel=2e-3)
     assert all(float((got[n] - want[n]).norm() / want[n].norm()) < 0.05 for n in want)
 

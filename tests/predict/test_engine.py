@@ -80,6 +80,51 @@ def test_our_own_products_with_8_bit_weights(on, units):
     assert (steps[3][0] < steps[3][1]) == units  # many rows gain by the products, or lose by the expansion
 
 
+@pytest.mark.parametrize(("plan", "bits", "on"), [
+    ("rtn:bits=4,group_size=128", 4 + 16 / 128, "h100"), ("rtn:bits=8,group_size=0", 8, "h100"),
+    ("mxfp4:layers=all", 4.25, "h100"), ("mxfp4:layers=all", 4.25, "b200"), ("fp8", 8, "a100"),
+])  # fmt: skip
+def test_our_own_products_with_codes_of_many_rows_expand_the_weight(plan, bits, on):
+    """One kernel reads the codes and writes 16 bits, which the product reads; up to 128 rows it reads the codes. Other
+    engines' kernels expand in registers. ``tests/nn/test_lowbit_triton.py`` has the engine's choice."""
+
+    def product(engine, rows):
+        s = surface(on=on, plan=[plan], engine=engine)
+        ops = {o.name: o for b in s.graph(rows, 1, 512).blocks for o in b.forward}
+        return s, ops["mlp.down_proj"], ops.get("mlp.down_proj.expand")
+
+    s, op, expand = product("ridgeline", 128)
+    h, width = s.e.model.hidden_size, s.e.model.intermediate_size
+    codes, whole = h * width * bits / 8, 2 * h * width
+    assert (expand, op.dtype, op.weight_bytes) == (None, "bf16", pytest.approx(codes, rel=2e-3))  # scales of rows
+    _, op, expand = product("ridgeline", 129)
+    assert (expand.kind, expand.bytes) == ("cast", pytest.approx(codes + whole, rel=2e-3))
+    assert (op.dtype, op.weight_dtype, op.weight_bytes) == ("bf16", "", whole)
+    assert op.bytes == 129 * 2 * (h + width) + whole
+    assert product("vllm", 129)[2] is None
+
+
+@pytest.mark.parametrize(("plan", "captured"), [([], True), (["mxfp4"], False), (["fp8"], False)])
+def test_steps_with_experts_in_codes_are_not_captured(plan, captured):
+    """The host waits for the experts' numbers of rows (``tests/gpu/test_traced.py``), and launches its operators."""
+    own = surface(model="mixtral-8x7b", on="h200", plan=plan, engine="ridgeline")
+    assert own.engine.graphs == captured
+    assert surface(model="mixtral-8x7b", on="h200", plan=plan).engine.graphs
+    dense = surface(plan=["mxfp4:layers=all"], engine="ridgeline")
+    assert dense.engine.graphs
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama3.1-8b"])
+@pytest.mark.parametrize("engine", ["vllm", "ridgeline"])
+def test_each_input_of_8_bit_products_is_cast_once(model, engine):
+    """By a kernel of its own, or where another engine's norm writes it; layers without gates have inputs, too."""
+    s = surface(model=model, plan=["fp8"], engine=engine)
+    casts = [n for n in names(s.graph(64, 1, 512)) if n.endswith(".quantize")]
+    inputs = ["attention.q_proj", "attention.o_proj", "mlp.gate_proj" if s.e.model.gated else "mlp.up_proj",
+              "mlp.down_proj"]  # fmt: skip
+    assert casts == [f"{n}.quantize" for n in (inputs if engine == "ridgeline" else inputs[1::2])]
+
+
 @pytest.mark.parametrize("plan", [[], ["fp8"], ["mxfp4:layers=all"]])
 def test_weights_take_their_bytes(plan):
     s = surface(plan=plan)

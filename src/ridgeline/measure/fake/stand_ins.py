@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import importlib
 import sys
 import types
 from collections import Counter
@@ -123,6 +124,7 @@ def _streams() -> None:
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.current_stream = lambda *_: _Stream()
     cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.set_stream = lambda _: None  # behind a capture that failed
     Tensor.record_stream = lambda *_: None
 
 
@@ -242,6 +244,7 @@ def _modules() -> None:
         moved(model, lambda t: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype, device=device))
         model.tie()
 
+    importlib.import_module("ridgeline.nn.model.fused_loss")  # techniques import it when they are applied
     nn.Module._apply = moved
     adjacency.adjacent = adjacent
     init.init_weights, init.allocate = init_weights, allocate

@@ -3,7 +3,8 @@
 Weights are stored as in :class:`ridgeline.nn.quant.codes.Stripes`: a block of inputs is cut into as many stripes as a
 word has codes, and code i of word j belongs to input j of stripe i. So one shift and mask of a tile of words gives the
 weights of neighboring inputs, in the layout in which tensor cores take them, without any exchange between threads.
-Codes become floats by their place in a mantissa, two at a time; scales multiply the sums of a group. Sums are fp32.
+Codes become floats by their place in a mantissa, two at a time, or are floats of fewer bits (e4m3, E2M1), which are
+widened; scales multiply the sums of a group. Sums are fp32.
 
 Up to ``MANY_ROWS`` of activations are multiplied on tensor cores with the weight as the left operand, more by PyTorch's
 own product with a weight that is expanded first. Up to ``FEW_ROWS`` of them, the warps of a program divide the inputs.
@@ -25,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
+from ridgeline.nn.kernels.e2m1 import numbers, powers
 from ridgeline.nn.kernels.e4m3 import widened
 from ridgeline.nn.kernels.early import LINE, prefetch, wait
 from ridgeline.nn.kernels.quick import Quick, blocks, quick
@@ -98,13 +100,15 @@ BYTES_BF16 = tl.constexpr(_BYTES)
 
 
 @triton.jit
-def _centered(held, center, AT: tl.constexpr, BITS: tl.constexpr, CENTERED: tl.constexpr, ASSEMBLY: tl.constexpr,
-              dtype: tl.constexpr):  # fmt: skip
-    """Code ``AT`` of each of the words, minus ``center`` (broadcastable fp32), in ``dtype``, exactly; of bytes the
-    numbers that they stand for in e4m3."""
+def _centered(held, center, AT: tl.constexpr, BITS: tl.constexpr, FLOATING: tl.constexpr, CENTERED: tl.constexpr,
+              ASSEMBLY: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """Code ``AT`` of each of the words, minus ``center`` (broadcastable fp32), in ``dtype``, exactly; of ``FLOATING``
+    ones the numbers that they stand for: of bytes in e4m3, of 4 bits in E2M1."""
     MASK: tl.constexpr = (1 << BITS) - 1
     if held.dtype == tl.uint8:
         return widened(held, dtype)
+    elif FLOATING:
+        return numbers(held, AT, dtype)
     elif ASSEMBLY and (BITS <= 4 or dtype == tl.float16):
         PER_HALF: tl.constexpr = 16 // BITS
         which: tl.constexpr = 0x5410 if AT < PER_HALF else 0x7632
@@ -131,12 +135,19 @@ def _centered(held, center, AT: tl.constexpr, BITS: tl.constexpr, CENTERED: tl.c
 
 
 @triton.jit
-def _scales(scale, at, rows, there, PAIRS: tl.constexpr):
-    """Scales at ``at`` in fp32. ``PAIRS``: those of two outputs are a word, which is copied ahead as codes are; of 16
-    bits alone Triton copies nothing ahead."""
-    if PAIRS:
-        both = tl.load(scale.to(tl.pointer_type(tl.int32)) + (at >> 1), there, other=0)
-        return (both >> (rows % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def _scales(scale, at, rows, there, WHOLE: tl.constexpr):
+    """Scales at ``at`` in fp32; those in bytes are exponents (E8M0). ``WHOLE``: they are read as words, of several
+    outputs, which are copied ahead as codes are; of fewer bits Triton copies nothing ahead."""
+    EACH: tl.constexpr = scale.dtype.element_ty.primitive_bitwidth
+    if WHOLE:
+        several = tl.load(scale.to(tl.pointer_type(tl.int32)) + at // (32 // EACH), there, other=0)
+        held = several >> (rows % (32 // EACH) * EACH)
+        if EACH == 8:
+            return powers(held & 255)
+        else:
+            return held.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif EACH == 8:
+        return powers(tl.load(scale + at, there, other=0).to(tl.int32))
     else:
         return tl.load(scale + at, there, other=0.0).to(tl.float32)
 
@@ -171,7 +182,7 @@ def _fetch_ahead(words, scale, rows, output, word, row_words, scale_row, groups,
 def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, per_split,
            GROUP: tl.constexpr, BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr,
            HAS_BIAS: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr, WORDS: tl.constexpr, EVEN_N: tl.constexpr,
-           EVEN_K: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
+           EVEN_K: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
            EARLY: tl.constexpr = False):  # fmt: skip
     """``GROUP``: inputs with one scale; 0: all of a row. ``RUN``: those of a block in one group, whole stripes.
@@ -180,6 +191,7 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
     PER: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // BITS
     BLOCK: tl.constexpr = STRIPE * PER
     STRIPES: tl.constexpr = RUN // STRIPE
+    FLOATING: tl.constexpr = scale.dtype.element_ty == tl.uint8
     # The interpreter runs no assembly, and has no products in bf16.
     dtype: tl.constexpr = x.dtype.element_ty if ASSEMBLY else tl.float32
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -205,7 +217,7 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
         for g in tl.static_range(BLOCK // RUN):
             which = tl.minimum((block * BLOCK + g * RUN) // GROUP, groups - 1) if GROUP else 0
             if GROUP:
-                s = _scales(scale, which * scale_row + rows, rows, rows < n, PAIRS)
+                s = _scales(scale, which * scale_row + rows, rows, rows < n, WHOLE)
             center = CENTER
             if HAS_ZERO:
                 center = tl.load(zero + which * scale_row + rows, rows < n, other=0).to(tl.float32)[:, None]
@@ -215,11 +227,11 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
                 if not EVEN_K:
                     inside = inside & (column + i * STRIPE + along < k)[:, None]
                 a = tl.load(x_at + column + i * STRIPE, inside, other=0.0)
-                w = _centered(held, center, i, BITS, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
+                w = _centered(held, center, i, BITS, FLOATING, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
                 part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
             total = total + part * s[:, None] if GROUP else part
     if not GROUP:
-        total *= _scales(scale, rows, rows, rows < n, PAIRS)[:, None]
+        total *= _scales(scale, rows, rows, rows < n, WHOLE)[:, None]
     inside = (rows < n)[:, None] & there[None, :]
     to = lines[None, :].to(tl.int64) * n + rows[:, None]
     if HAS_BIAS:
@@ -237,13 +249,14 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
 def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, BITS: tl.constexpr,
          CENTER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
          STRIPE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr,
-         ONE: tl.constexpr, PAIRS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+         ONE: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
          WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     """Few rows: a program has all inputs of its outputs, its warps take every ``WARPS``-th block of them, and add their
     sums at the end. ``ONE``: there is one row, in all columns of the products."""
     PER: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // BITS
     BLOCK: tl.constexpr = STRIPE * PER
     STRIPES: tl.constexpr = RUN // STRIPE
+    FLOATING: tl.constexpr = scale.dtype.element_ty == tl.uint8
     dtype: tl.constexpr = x.dtype.element_ty if ASSEMBLY else tl.float32
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = tl.arange(0, BLOCK_M)
@@ -269,7 +282,7 @@ def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, 
             which = tl.minimum(((block + warp) * BLOCK + g * RUN) // GROUP, groups - 1) if GROUP else warp * 0
             at = which[:, None] * scale_row + rows[None, :]
             if GROUP:
-                s = _scales(scale, at, rows[None, :], (rows < n)[None, :], PAIRS)
+                s = _scales(scale, at, rows[None, :], (rows < n)[None, :], WHOLE)
             center = CENTER
             if HAS_ZERO:
                 center = tl.load(zero + at, (rows < n)[None, :], other=0).to(tl.float32)[:, :, None]
@@ -287,12 +300,12 @@ def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, 
                     a = tl.load(x_at + column, there[None, None, :], other=0.0)
                 else:
                     a = tl.load(x_at + column, inside[:, :, None] & there[None, None, :], other=0.0)
-                w = _centered(held, center, i, BITS, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
+                w = _centered(held, center, i, BITS, FLOATING, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
                 part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
             total = total + part * s[:, :, None] if GROUP else part
     whole = tl.sum(total, 0)
     if not GROUP:
-        whole *= _scales(scale, rows, rows, rows < n, PAIRS)[:, None]
+        whole *= _scales(scale, rows, rows, rows < n, WHOLE)[:, None]
     if HAS_BIAS:
         whole += tl.load(bias + rows, rows < n, other=0.0).to(tl.float32)[:, None]
     to = lines[None, :].to(tl.int64) * n + rows[:, None]
@@ -335,13 +348,15 @@ def _expand(words, scale, zero, y, n, k, row_words, scale_row, groups, group, BI
         held = held.to(tl.uint32, bitcast=True)
     for g in tl.static_range(BLOCK // RUN):
         which = tl.minimum((block * BLOCK + g * RUN) // group, groups - 1)
-        s = tl.load(scale + which * scale_row + rows, rows < n, other=0.0).to(tl.float32)[:, None]
+        s = _scales(scale, which * scale_row + rows, rows, rows < n, False)[:, None]
         center = CENTER
         if HAS_ZERO:
             center = tl.load(zero + which * scale_row + rows, rows < n, other=0).to(tl.float32)[:, None]
         for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
             if words.dtype.element_ty == tl.uint8:
                 w = widened(held, tl.float32) * s
+            elif scale.dtype.element_ty == tl.uint8:
+                w = numbers(held, i, tl.float32) * s
             else:
                 w = (_raised(held, i, BITS) - (center + (1 << BITS))) * s
             columns = block * BLOCK + i * STRIPE + along
@@ -386,7 +401,8 @@ def _launch(m: int, b: _Blocks) -> Launch:
     """How ``m`` rows are multiplied by :func:`_tiles`: in registers and shared memory that the device has."""
     choices = BYTES if b.bytes == 1 else LAUNCHES[b.stripe]
     how, device, bits, block = next(c for c in choices if m <= c.rows), capability(), b.bits, b.inputs
-    if (block >= 512 and device != 90) or (bits < 8 and device >= 100):
+    large = block >= 512 or (block >= 256 and block // b.run > 4)
+    if (large and device != 90) or (bits < 8 and device >= 100):
         # Ampere's registers would not do, and Triton 3.6 and 3.7 make kernels of nothing for Blackwell.
         how = how._replace(block_m=min(how.block_m, 16 if bits == 2 else 32))
     how = how._replace(words=min(b.stripe, how.words))
@@ -420,8 +436,8 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
 
     ``words`` int32 [out, blocks · stripe] of ``bits`` (2, 4 or 8), ``scale`` [groups, out], ``zero`` uint8
     [groups, out] or None (``center``), both with rows of one stride, ``group`` inputs per scale, a multiple of
-    ``stripe``. ``arrived`` int32: zeros, which every call leaves behind, at least one for each tile of outputs; calls
-    at one time need their own.
+    ``stripe``. Scales in uint8 are exponents (E8M0), of codes of 4 bits that are E2M1 numbers. ``arrived`` int32:
+    zeros, which every call leaves behind, at least one for each tile of outputs; calls at one time need their own.
     """
     dtype = dtype or x.dtype
     m, k = x.shape
@@ -435,7 +451,10 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         dense = expanded(words, scale, zero, k, bits, center, group, stripe, x.dtype)
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
     x = x.contiguous()
-    pairs = scale.dtype == torch.float16 and (scale.stride(0) | n) % 2 == 0 and scale.data_ptr() % 4 == 0
+    whole = (
+        scale.dtype in (torch.float16, torch.uint8)
+        and scale.stride(0) * scale.itemsize % 4 == n * scale.itemsize % 4 == scale.data_ptr() % 4 == 0
+    )
     held = _blocks(words, k, group, bits, stripe)
     group, even = group if group < k else 0, k == held.per * row_words
     one = m == 1 and stripe >= 64  # a thread of a warp loads two inputs at least: copies are of 32 bits or more
@@ -444,7 +463,7 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         _few[blocks(n, FEW_OUTPUTS),](
             x, words, scale, words if zero is None else zero, y if bias is None else bias, y, m, n, k, row_words,
             scale.stride(0), len(scale), bits, float(center), zero is not None, bias is not None, group,
-            held.run, stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0, even, one, pairs,
+            held.run, stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0, even, one, whole,
             isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS,
             FEW_STAGES[bits], AHEAD, num_warps=FEW_WARPS,
         )  # fmt: skip
@@ -461,7 +480,7 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
     _tiles[tiles[0], splits, tiles[1]](
         x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
         row_words, scale.stride(0), len(scale), per_split, group, bits, float(center), zero is not None,
-        bias is not None, held.run, stripe, how.words, n % how.block_n == 0, even, pairs, splits > 1,
+        bias is not None, held.run, stripe, how.words, n % how.block_n == 0, even, whole, splits > 1,
         isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages, AHEAD, num_warps=how.warps,
     )  # fmt: skip
     return y

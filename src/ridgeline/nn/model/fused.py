@@ -1,4 +1,6 @@
-"""Replaces functions of the plain model by fused ones: merged projections, norms with residuals, softmax, loss.
+"""Replaces functions of the plain model by fused ones: merged projections, norms with residuals, softmax.
+
+The loss: :mod:`~ridgeline.nn.model.fused_loss`.
 
 Each replacement checks its tensors when it is called and falls back to the plain module's computation where the kernels
 do not apply: without a compiler or Triton, on parameters that a technique divides, on layers that are wrapped.
@@ -7,7 +9,6 @@ do not apply: without a compiler or Triton, on parameters that a technique divid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.kernels import adjacency, functions, products
-from ridgeline.nn.kernels.backends import GatedKernel, LossKernel, NormKernel
+from ridgeline.nn.kernels.backends import GatedKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import has_triton, usable
 from ridgeline.nn.kernels.peaks import Wish, shared
 from ridgeline.nn.kernels.products import ServedLinear, choose_served_products, is_linear, linear, served_linear
 from ridgeline.nn.model.attention import Attention, by_heads, naive_attention, project
-from ridgeline.nn.model.loss import IGNORE, token_loss
 from ridgeline.nn.model.mask import Mask
 from ridgeline.nn.model.mlp import MLP, expand
 from ridgeline.nn.model.norm import RMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope, rotate
-from ridgeline.nn.model.transformer import LMHead, MLMHead, Transformer, TransformerBlock, add_then_norm
+from ridgeline.nn.model.transformer import Transformer, TransformerBlock, add_then_norm
 from ridgeline.nn.quant.codes import Stripes, bare
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import PackedExperts, expand_expert
@@ -282,7 +282,7 @@ def _same_codes(parts: list[nn.Module]) -> list[Stripes] | None:
     codes = [c for c in found if type(c) is Stripes]
     if len(codes) < len(parts) or any(map(_hooked, parts)):
         return None
-    kinds = {(c.bits, c.center, c.group, c.stripe, c.width, c.zero is None) for c in codes}
+    kinds = {(c.bits, c.center, c.group, c.stripe, c.width, c.zero is None, c.scale.dtype) for c in codes}
     biased = {p.bias is None for p in parts}
     return codes if len(kinds) == len(biased) == 1 else None
 
@@ -465,46 +465,3 @@ def _gated_of_codes(x: Tensor, parts: list[nn.Module], known: _Known | None) -> 
         return joined.gated(x)
     both = _product_of_codes(x, parts, known)
     return None if both is None else functions.bias_activation(both, None, "silu")
-
-
-# ---- loss -----------------------------------------------------------------------------------------------------------
-
-
-def fused_token_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`~ridgeline.nn.model.loss.token_loss` whose logits become their gradient in one kernel, in place."""
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    logits = head(hidden)
-    if type(logits) is not Tensor:
-        return token_loss(hidden, head, labels)
-    return functions.logits_loss(logits, labels), (labels != IGNORE).sum()
-
-
-def chunked_token_loss(
-    hidden: Tensor, head: nn.Module, labels: Tensor, rows: Callable[[int, int, int], int],
-    kernel: LossKernel | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`~ridgeline.nn.model.loss.token_loss` with the head's last product inside the loss, chunk by chunk.
-
-    ``rows`` gives the rows of a chunk from the rows of all, the vocabulary and the width of the hidden states.
-    ``kernel``: computes both, in chunks of its own; None: ours.
-    """
-    out = getattr(head, "out", None)
-    if not _plain(out) or type(out.weight) is not nn.Parameter:  # type: ignore[union-attr]
-        return token_loss(hidden, head, labels)
-    assert isinstance(out, nn.Linear)
-    x, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    if isinstance(head, MLMHead):
-        x = head.norm(head.activation(head.dense(x)))
-    elif not isinstance(head, LMHead) or head.soft_cap is not None:
-        return token_loss(hidden, head, labels)
-    elif head.scaling != 1:
-        x = x / head.scaling
-    if kernel is not None:
-        dtype = compute_dtype(x)
-        bias = None if out.bias is None else out.bias.to(dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            loss = kernel(x.to(dtype), out.weight.to(dtype), bias, labels)
-        return loss, (labels != IGNORE).sum()
-    size = rows(x.shape[0], out.out_features, out.in_features)
-    loss = functions.linear_loss(x, out.weight, out.bias, labels, size, compute_dtype(x))
-    return loss, (labels != IGNORE).sum()

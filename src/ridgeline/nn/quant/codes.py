@@ -132,7 +132,8 @@ class Words(Codes):
 
 class Stripes(Codes):
     """Codes of 2, 4 or 8 bits as Triton kernels read them: inputs are cut into blocks, and a block into as many stripes
-    as a 32-bit word has codes; code i of word j belongs to input j of stripe i. Scales [groups, out]."""
+    as a 32-bit word has codes; code i of word j belongs to input j of stripe i. Scales [groups, out]; uint8 exponents
+    of codes that are numbers themselves (MXFP4)."""
 
     words: Tensor
     scale: Tensor
@@ -142,7 +143,8 @@ class Stripes(Codes):
 
     def __init__(self, packed: Packed) -> None:
         super().__init__(*packed.shape)
-        self.group, self.center = packed.group_size, 1 << (packed.bits - 1)
+        self.group, self.floating = packed.group_size, packed.floating
+        self.center = 0 if packed.floating else 1 << (packed.bits - 1)
         self.bits = wide_bits(packed.bits)
         self._take(packed.codes, packed.scale.t(), None if packed.zero is None else packed.zero.t())
 
@@ -165,7 +167,11 @@ class Stripes(Codes):
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See :class:`Codes`."""
-        codes = self._codes(start, stop).reshape(stop - start, -1, self.group).float()
+        codes = self._codes(start, stop)
+        if self.floating:
+            held = Packed(codes, self.scale[:, start:stop].t(), None, self.bits, self.group, floating=True)
+            return held.dense(dtype)
+        codes = codes.reshape(stop - start, -1, self.group).float()
         zero = float(self.center) if self.zero is None else self.zero[:, start:stop].t().float().unsqueeze(-1)
         scale = self.scale[:, start:stop].t().float().unsqueeze(-1)
         return (codes - zero).mul_(scale).view(stop - start, self.width).to(dtype)

@@ -22,9 +22,9 @@ from ridgeline.spec.lowbit import held
 def make_codes(packed: Packed, device: torch.device, fast: bool = True) -> Codes:
     """What :func:`ridgeline.spec.lowbit.held` says this weight is held as."""
     form = held(*packed.shape, packed.bits, packed.group_size, device.type, fast)
-    if form == "stripes" and not packed.floating:
+    if form == "stripes":
         return Stripes(packed)
-    if form in ("words", "stripes"):
+    if form == "words":
         return Words(packed)
     return NativeCodes(packed, 8 if form == "bytes" else 4) if native.library() is not None else torch_form(packed)
 

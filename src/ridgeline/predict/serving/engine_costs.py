@@ -349,8 +349,10 @@ _MERGED = (
     ("mlp.shared.gate_proj", "mlp.shared.up_proj"),
     ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
 )
-_AFTER_NORM = ("attention.q_proj", "attention.q_a_proj", "attention.q_b_proj", "attention.kv_b_proj", "mlp.gate_proj",
-               "mlp.shared.gate_proj", "mlp.experts.gate_proj", "mlp.router")  # fmt: skip
+_AFTER_NORM = (
+    "attention.q_proj", "attention.q_a_proj", "attention.q_b_proj", "attention.kv_b_proj", "mlp.router",
+    *(f"mlp.{part}{first}_proj" for part in ("", "shared.", "experts.") for first in ("gate", "up")),
+)  # fmt: skip
 _ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
 
 
@@ -442,22 +444,24 @@ def _fuse(b: Block, model: ModelSpec, casts: bool) -> None:
 
 
 def _by_codes(ops: dict[str, Op], wide: str) -> dict[str, Op]:
-    """Operators with products by float8 weights as Ridgeline's engine has them, inputs being in ``wide``: of few rows,
-    and of all where the device does not multiply float8, in 16 bits, with codes that a kernel reads, or, of many rows
-    there, with a weight that another one has expanded."""
+    """Operators with products by weights in codes as Ridgeline's engine has them, inputs being in ``wide``: in 16 bits,
+    with codes that a kernel reads, or, of many rows, with a weight that another one has expanded. Float8 codes are
+    multiplied as such of more than a few rows, where the device does that."""
     out: dict[str, Op] = {}
     for name, o in ops.items():
-        if o.kind != "gemm" or o.weight_dtype != "fp8" or DTYPE_BYTES[wide] != 2:
+        if o.kind != "gemm" or not o.weight_dtype or DTYPE_BYTES[wide] != 2:
             out[name] = o
             continue
-        rows, count = o.shape[-3], max(1.0, o.experts)
-        if o.dtype == "fp8" and rows <= FLOAT8_ROWS * count:
+        rows, _, inner = o.shape[-3:]
+        count = max(1.0, o.experts)
+        if o.weight_dtype == o.dtype == "fp8" and rows <= FLOAT8_ROWS * count:
             out.pop(f"{name}.quantize", None)
-            o = changed(o, dtype=wide, bytes=o.bytes + rows * o.shape[-1])
-        elif o.dtype != "fp8" and rows > MANY_ROWS * count:
-            codes = o.weight_bytes
-            out[f"{name}.expand"] = Op(f"{name}.expand", o.module, "cast", bytes=3 * codes, dtype=wide)
-            o = changed(o, bytes=o.bytes + codes, weight_bytes=2 * codes, weight_dtype="")
+            o = changed(o, dtype=wide, bytes=o.bytes + rows * inner)
+        elif o.dtype == wide and rows > MANY_ROWS * count:
+            whole = count * o.shape[-2] * inner * DTYPE_BYTES[wide]
+            moved = o.weight_bytes + whole
+            out[f"{name}.expand"] = Op(f"{name}.expand", o.module, "cast", bytes=moved, dtype=wide)
+            o = changed(o, bytes=o.bytes - o.weight_bytes + whole, weight_bytes=whole, weight_dtype="")
         out[name] = o
     return out
 

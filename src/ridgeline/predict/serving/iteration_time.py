@@ -171,6 +171,13 @@ def parts_of(e: Experiment, techniques: list[Technique], cluster: Cluster, engin
     return parts
 
 
+def _waits_for_experts(parts: Parts) -> bool:
+    """Whether our engine's host waits for how many rows each expert has: their weights are codes, and multiply one
+    expert's rows after the other's."""
+    ops = [o for b in parts.graph(1, 1, 1).blocks for o in b.forward]
+    return any(o.kind == "gemm" and o.weight_dtype and ".experts." in o.name for o in ops)
+
+
 class Iterations:
     """The cost model of one replica (``data_parallel`` of them share the arrivals).
 
@@ -186,7 +193,11 @@ class Iterations:
         engine: EngineCosts,
         contexts: tuple[int, int],
     ) -> None:
-        if engine.name == OWN and not (captures(e.model) and all(t.captured for t in techniques)):
+        if engine.name == OWN and not (
+            captures(e.model)
+            and all(t.captured for t in techniques)
+            and not _waits_for_experts(parts_of(e, techniques, cluster, engine))
+        ):
             engine = replace(engine, graphs=False)
         self.e, self.cluster, self.engine = e, cluster, engine
         workers = e.world // e.data_parallel

@@ -62,7 +62,7 @@ class FusedLayers(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Replace parts of the model by functions that use fused kernels (C++ on the CPU, Triton on CUDA)."""
-        from ridgeline.nn.model import fused
+        from ridgeline.nn.model import fused, fused_loss
         from ridgeline.nn.model.attention import naive_attention
 
         if self.projections:
@@ -79,9 +79,9 @@ class FusedLayers(Technique):
         if self.chunked:
             least = CHUNK if run.device.type == "cpu" else GPU_CHUNK
             kernel = run.kernels.find("head_loss", _case(run))
-            run.root.loss = partial(fused.chunked_token_loss, rows=partial(chunk_rows, least=least), kernel=kernel)
+            run.root.loss = partial(fused_loss.chunked_token_loss, rows=partial(chunk_rows, least=least), kernel=kernel)
         elif self.loss:
-            run.root.loss = fused.fused_token_loss
+            run.root.loss = fused_loss.fused_token_loss
         for part in run.chunks:
             part.loss = run.root.loss
 

@@ -337,16 +337,21 @@ def _store(b: Block, compute: str) -> None:
         if p.name in wide:
             p.bytes_per_element, p.dtype, p.trainable = 1.0, "fp8", False
     ops: list[Op] = []
+    cast: set[str] = set()
     for o in b.forward:
         if _linear(o) and o.param in wide:
-            if compute and not o.name.endswith(
-                ("k_proj", "v_proj", "kv_a_proj", "up_proj")
-            ):  # they share another's input
+            layer, _, leaf = o.name.rpartition(".")
+            if compute and cast.isdisjoint(f"{layer}.{first}" for first in _SHARES.get(leaf, ())):
+                cast.add(o.name)
                 elements = float(o.shape[-3] * o.shape[-1])
                 ops.append(Op(f"{o.name}.quantize", o.module, "quantize", bytes=3 * elements, dtype=o.dtype))
             o = _narrow(o, wide[o.param], compute)
         ops.append(o)
     b.forward = ops
+
+
+_SHARES = {"k_proj": ("q_proj",), "v_proj": ("q_proj",), "kv_a_proj": ("q_a_proj", "q_proj"), "up_proj": ("gate_proj",)}
+"""Projections of a layer whose input is that of another one before them, which casts it."""
 
 
 def _narrow(op: Op, width: float, compute: str) -> Op:

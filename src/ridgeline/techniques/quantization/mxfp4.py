@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.scheduling import OWN, engine_name
 from ridgeline.techniques.quantization.weight_only import narrow
 from ridgeline.techniques.technique import Card, Phase, Technique
 
@@ -21,7 +22,7 @@ class MXFP4(Technique):
     """Store weights as E2M1 codes in blocks of 32 with a power-of-two scale; kernels dequantize them in registers.
 
     This is the format of gpt-oss's experts. Products run in 16 bits, so only memory traffic shrinks; Blackwell
-    multiplies 4-bit weights with 8-bit activations at its fp8 rate.
+    multiplies 4-bit weights with 8-bit activations at its fp8 rate, which Ridgeline's own engine does not use.
     """
 
     card: ClassVar[Card] = Card(
@@ -76,7 +77,8 @@ class MXFP4(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """The chosen weights take 4.25 bits; everything else is unchanged."""
         part = _part(self.layers)
-        native = e.cluster.device.architecture == "blackwell"
+        own = engine_name(getattr(e.workload, "engine", ""), e.cluster.device.name) == OWN
+        native = e.cluster.device.architecture == "blackwell" and not own
         return g.each_block(lambda b: _shrink(b, part, native), layers_only=True)
 
 
