@@ -203,6 +203,17 @@ def test_servers_of_2023_take_the_longest_request_in_an_iteration(engine):
     assert served(max_num_batched_tokens=65536).status == "infeasible"
 
 
+def test_the_last_token_of_a_prompt_is_a_decode_steps_where_the_engine_leaves_it_to_one():
+    """InternLM/lmdeploy v0.1, LlamaBatch.cc: contextDecode takes input_length - 1 tokens."""
+    s = surface("llama2-7b", "a100", (), "lmdeploy-0.1")
+    step = s.mixed([], 1, 128)
+    assert s.mixed([(128, 0)], 0, 0) == pytest.approx(step + s._mixed([(127, 0)], 0, 0))
+    assert s.mixed([(1, 0)], 0, 0) == s.mixed([], 1, 1)
+    assert s.mixed([(64, 0), (64, 64)], 2, 100) > s.mixed([], 4, 100 + 64 + 128)
+    other = surface("llama2-7b", "a100", (), "vllm-2023")
+    assert other.mixed([(128, 0)], 0, 0) < other._mixed([(127, 0)], 0, 0) + other.mixed([], 1, 128)
+
+
 def test_prompts_of_quantized_layers_are_as_fast_as_their_kernels():
     """vLLM's kernels for int4 layers multiply many rows as fast as 16-bit products; those of 2023 and of experts do
     not, which wait for weights to be expanded."""

@@ -98,6 +98,8 @@ class EngineCosts:
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
     flash: bool = True
     """Whether attention is one fused kernel by default; if not, every query head reads its own keys and values."""
+    last_apart: bool = False
+    """Whether the last token of a prompt is left to the decode step behind it, which gives the first output token."""
     gap_s: float = 0.0
     """Seconds that the GPU is idle between two kernels that are launched individually."""
     stream_share: float = 0.0
@@ -193,9 +195,11 @@ ENGINES: dict[str, EngineCosts] = {
         EngineCosts(
             "lmdeploy-0.1", "LMDeploy 0.1 (late 2023): TurboMind in C++, eager", False,
             dispatch_s=0.0, iteration_s=0.3e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
-            prefill_share=0.80, request_s=1e-3,
+            prefill_share=1.0, request_s=1e-3,
             max_num_seqs=128, max_num_batched_tokens=8192, chunked=False, mixes=False, shares=False,
-            one_shot=False, source="assumptions: a C++ loop, which keeps ahead of the GPU",
+            one_shot=False, last_apart=True,
+            source="assumptions: a C++ loop, which keeps ahead of the GPU, and prompts at vllm-2023's rate; last_apart:"
+            " TurboMind's LlamaBatch.cc",
         ),
         EngineCosts(
             "gpt-fast", "gpt-fast (early 2024): torch.compile, one sequence, the step as a CUDA graph", True,

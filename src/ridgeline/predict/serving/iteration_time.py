@@ -335,6 +335,13 @@ class Iterations:
         ``cached``: total number of cached tokens of the decoding sequences. ``pads``: padding rows that are computed in
         addition to the tokens, except in attention.
         """
+        if prompts and self.engine.last_apart:
+            rest = [(q - 1, before) for q, before in prompts if q > 1]
+            context = cached + sum(q + before for q, before in prompts)
+            return (self._mixed(rest, 0, 0, pads) if rest else 0.0) + self._mixed([], n + len(prompts), context)
+        return self._mixed(prompts, n, cached, pads)
+
+    def _mixed(self, prompts: list[tuple[int, int]], n: int, cached: int, pads: int = 0) -> float:
         new = sum(q for q, _ in prompts)
         if not new:
             a, b = self.decode(n)
