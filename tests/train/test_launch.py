@@ -14,6 +14,7 @@ import tomli_w
 from tests.training import MODEL, experiment, train
 
 from ridgeline import catalog, cli
+from ridgeline.cli.train import _print_training
 from ridgeline.jobs import launch
 from ridgeline.jobs.job import CellOptions, JobOptions, LaunchJob, TrainOptions, train_job
 from ridgeline.jobs.launch import JobFailed, run_job
@@ -168,6 +169,25 @@ def ridgeline(*args, **more):
     return subprocess.run(
         [sys.executable, "-m", "ridgeline", *map(str, args)], capture_output=True, text=True, timeout=600, **more
     )
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "says"), [("out/step-000003", "the same command goes on"), (None, "nothing was saved")]
+)
+def test_interrupted_training_says_how_it_goes_on(checkpoint, says, capsys):
+    result = {
+        "losses": [3.0, 2.5],
+        "step": 3,
+        "stopped": True,
+        "checkpoint": checkpoint,
+        "device_peak_bytes": 0,
+        "traffic": {},
+    }
+    _print_training(result, json=False)
+    assert "interrupted" in (text := capsys.readouterr().out)
+    assert says in text
+    _print_training({**result, "stopped": False}, json=False)
+    assert "interrupted" not in capsys.readouterr().out
 
 
 def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(file, tmp_path):

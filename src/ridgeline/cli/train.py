@@ -162,6 +162,9 @@ def _print_training(result: dict[str, Any], json: bool) -> None:
     losses = result["losses"]
     line = f"{result['step']} steps, loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else "nothing to do"
     print(line + (f"; checkpoint {result['checkpoint']}" if result["checkpoint"] else ""))
+    if result["stopped"]:
+        print("interrupted" + ("; the same command goes on from there" if result["checkpoint"] else ": nothing was"
+              " saved, as there is no --out"))  # fmt: skip
     if result["device_peak_bytes"]:
         print(f"device memory: {result['device_peak_bytes'] / 1e6:.1f} MB at most")
     for name, t in result["traffic"].items():
