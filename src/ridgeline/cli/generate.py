@@ -86,7 +86,7 @@ def generate(
     done = offline.done_ids(out) if out is not None else set()
     left = [p for p in prompts if p.id not in done]
     if not left:
-        say(f"{len(prompts)} of {len(prompts)} prompts done already")
+        say(f"{len(prompts)} of {len(prompts)} prompts done already in {out}: give another --out for other options")
         return
     if ModelSpec.from_path(checkpoint).is_encoder_decoder:
         given = {"--with": with_, "--stop": stop, "--n": n > 1, "--top-k": top_k, "--top-p": top_p != 1,
