@@ -164,7 +164,9 @@ def test_float8_weights_as_the_device_can(sequences, with_units):
     assert not any(s.wrong for found in (hopper, ampere) for s in found.values())
 
 
-@pytest.mark.parametrize(("sequences", "kernel"), [(1, "few"), (4, "few"), (64, "tiles")])
+@pytest.mark.parametrize(
+    ("sequences", "kernel"), [pytest.param(1, "few", marks=pytest.mark.nightly), (4, "few"), (64, "tiles")]
+)
 def test_experts_in_mxfp4_take_the_kernels_of_int4(sequences, kernel):
     """Those of as many rows as they have, one expert after the other, which the host waits for: no graph."""
     plans = ("mxfp4", "rtn:bits=4,group_size=32")
