@@ -126,9 +126,8 @@ class SearchBar(_Live):
     def at(self, done: int, of: int) -> None:
         """So many are done."""
         self.progress.update(self.task, completed=done, total=of or None)
-        if (
-            of and 10 * done // of > 10 * self.said // of
-        ):  # of the total as it is now: those that work say theirs in turn
+        # Tenths are of the total as it is now: those that work say theirs in turn.
+        if of and 10 * done // of > 10 * self.said // of:
             self.said = done
             self.line(f"{self.title}: {done} of {of}")
 

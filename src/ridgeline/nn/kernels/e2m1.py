@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.runtime.jit import JITFunction
+
+from ridgeline.nn.kernels.quick import COMPILED
 
 # One code of each of two words, of which it is the upper half of a byte. $3: which bytes. The sign goes to the top and
 # the other bits to where exponent and mantissa meet; what is then missing is the difference of the exponents' biases, a
@@ -49,7 +50,3 @@ def powers(exponents):
     """2 to the power of ``exponents`` (E8M0: integers from 0 to 254) - 127, in fp32, of which the least is a
     subnormal number."""
     return tl.maximum(exponents << 23, 1 << 22).to(tl.float32, bitcast=True)
-
-
-COMPILED = tl.constexpr(isinstance(numbers, JITFunction))
-"""Whether kernels are, and not in Triton's interpreter, which has no assembly."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.runtime.jit import JITFunction
+
+from ridgeline.nn.kernels.quick import COMPILED
 
 # The sign stays in place and the other bits move down to where exponent and mantissa meet; what is then missing is the
 # difference of the exponents' biases, a factor. So subnormals are right, too; NaN becomes 480.
@@ -42,7 +43,3 @@ def widened(codes, dtype: tl.constexpr):
         bits = codes.to(tl.int32)
         half = ((bits + (bits & 128)) << 7).to(tl.int16).to(tl.float16, bitcast=True)
         return (half.to(tl.float32) * 256.0).to(dtype)
-
-
-COMPILED = tl.constexpr(isinstance(widened, JITFunction))
-"""Whether kernels are, and not in Triton's interpreter, which has no assembly."""

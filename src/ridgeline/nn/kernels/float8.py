@@ -12,13 +12,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from ridgeline.nn.kernels.dispatch import processors
 from ridgeline.nn.kernels.early import wait
 from ridgeline.nn.kernels.gpu_norms import magnitudes
 from ridgeline.nn.kernels.peaks import Peaks, room
-from ridgeline.nn.kernels.quick import quick
+from ridgeline.nn.kernels.quick import COMPILED, quick
 
 BLOCK = 4096
 TALL, WIDE = 128, 64
@@ -58,10 +57,6 @@ def _power(bits, LARGEST: tl.constexpr):
     scale = ((tl.minimum(most - bits, 60 << 23) + (127 << 23)) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(bits > 0, scale, 1.0)
     return tl.where(bits >= 0x7F800000, float("nan"), scale)
-
-
-COMPILED = tl.constexpr(isinstance(_scale, JITFunction))
-"""Whether kernels are, and not in Triton's interpreter, which has no assembly."""
 
 
 @triton.jit

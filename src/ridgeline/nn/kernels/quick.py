@@ -2,7 +2,7 @@
 settings of the environment. Imported only where Triton is installed.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -21,6 +23,15 @@ from ridgeline.nn.kernels.target import capability
 _OWN = JITFunction.__module__
 EARLIEST = 90
 """Compute capability from which kernels may start early (:mod:`~ridgeline.nn.kernels.early`)."""
+
+
+@triton.jit
+def _nothing():
+    pass
+
+
+COMPILED = tl.constexpr(isinstance(_nothing, JITFunction))
+"""Whether kernels are, and not in Triton's interpreter, which has no assembly."""
 
 
 def blocks(n: int, size: int) -> int:

@@ -47,9 +47,8 @@ class SearchSpace:
     @cached_property
     def slots(self) -> Slots:
         """The planner's choices."""
-        return slots(
-            self.simulator.question, self.base, self.simulator.question.techniques(), self.settled, self.required
-        )
+        q = self.simulator.question
+        return slots(q, self.base, q.techniques(), self.settled, self.required)
 
     @cached_property
     def groups(self) -> tuple[Sequence[Set], Sequence[Set], Sequence[Set], Sequence[Set], Sequence[int | None]]:
