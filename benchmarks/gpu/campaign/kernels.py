@@ -24,6 +24,7 @@ from ridgeline.nn.model.attention import alibi_slopes, flash_attention, naive_at
 from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.spans import make_spans, span_attention
 from ridgeline.nn.quant.codec import E4M3, encode, layouts, peak_of, scale_for
+from ridgeline.nn.quant import mxfp4
 from ridgeline.nn.quant.codes import counters
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
@@ -119,6 +120,11 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
         op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=out * width + 2.0 * m * (width + out),
                 dtype="bf16", shape=(m, out, width), weight_dtype="fp8")  # fmt: skip
         found.append((f"fp8 product, {m} rows, {out}x{width}", op, partial(_float8_rows, setting, m, out, width)))
+    for m, (out, width) in product((1, 8, 64, 512), ((14336, 4096), (2880, 2880))):
+        op = Op("product", "", "gemm", flops=2.0 * m * out * width,
+                bytes=out * width * 17 / 32 + 2.0 * m * (width + out), dtype="bf16", shape=(m, out, width),
+                weight_dtype="mxfp4")  # fmt: skip
+        found.append((f"MXFP4 product, {m} rows, {out}x{width}", op, partial(_mxfp4, setting, m, out, width)))
     ternary = Op("product", "", "gemm", flops=2.0 * 4096 * 4096, bytes=4096 * 4096 * 0.1, dtype="bf16",
                  shape=(1, 4096, 4096))  # fmt: skip
     found.append(("ternary product, 1 row, 4096x4096", ternary, partial(_ternary, 4096, 4096)))
@@ -296,6 +302,17 @@ def _float8_rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
     return Calls([partial(float8_product, x, w.rows, w.inverse_scale, arrived) for w in held],
                  [partial(F.linear, x, w) for w in weights], lambda: F.linear(x.float(), dense),
                  {"cast and torch": cast})  # fmt: skip
+
+
+def _mxfp4(setting: Setting, rows: int, out: int, width: int) -> Calls:
+    device = torch.device(setting.kind)
+    record = mxfp4.quantized(torch.randn(out, width))
+    layers = [PackedLinear(record, device=device) for _ in range(_copies(out * width * 17 / 32))]
+    x = _randn(setting, rows, width, dtype=torch.bfloat16)
+    dense = record.dense().to(device)
+    weights = [dense.bfloat16() for _ in range(_copies(2.0 * out * width))]
+    return Calls([partial(layer, x) for layer in layers], [partial(F.linear, x, w) for w in weights],
+                 lambda: F.linear(x.float(), dense.float()))  # fmt: skip
 
 
 def tinygemm(codes: Tensor, scale: Tensor) -> tuple[Tensor, int, Tensor]:

@@ -22,6 +22,7 @@ from ridgeline.techniques.registry import default_plan
 
 PLANS = {
     "bf16": (), "int8": ("rtn:bits=8,group_size=128",), "int4": ("rtn:bits=4,group_size=128",), "fp8": ("fp8",),
+    "mxfp4": ("mxfp4:layers=all",),
 }  # fmt: skip
 CACHES = {"int8 cache": ("kv_quant:dtype=int8",), "int4 cache": ("kv_quant:dtype=int4",),
           "fp8 cache": ("kv_quant:dtype=fp8",)}  # fmt: skip
