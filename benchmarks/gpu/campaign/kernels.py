@@ -23,8 +23,8 @@ from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.model.attention import alibi_slopes, flash_attention, naive_attention
 from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.spans import make_spans, span_attention
-from ridgeline.nn.quant.codec import E4M3, encode, layouts, peak_of, scale_for
 from ridgeline.nn.quant import mxfp4
+from ridgeline.nn.quant.codec import E4M3, encode, layouts, peak_of, scale_for
 from ridgeline.nn.quant.codes import counters
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
