@@ -29,6 +29,7 @@ from ridgeline.nn.kernels.dispatch import processors
 from ridgeline.nn.kernels.e2m1 import numbers, powers
 from ridgeline.nn.kernels.e4m3 import widened
 from ridgeline.nn.kernels.early import LINE, prefetch, wait
+from ridgeline.nn.kernels.partial_sums import add_parts
 from ridgeline.nn.kernels.quick import Quick, blocks, quick
 from ridgeline.nn.kernels.target import capability, shared_memory
 from ridgeline.spec.lowbit import MANY_ROWS
@@ -239,7 +240,7 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
     else:
         base = 0.0
     if SPLIT:
-        _add_parts(parts, arrived, y, total, base, to, inside, m, n)
+        add_parts(parts, arrived, y, total, base, to, inside, m, n)
     else:
         tl.store(y + to, (total + base).to(y.dtype.element_ty), inside)
 
@@ -310,25 +311,6 @@ def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, 
         whole += tl.load(bias + rows, rows < n, other=0.0).to(tl.float32)[:, None]
     to = lines[None, :].to(tl.int64) * n + rows[:, None]
     tl.store(y + to, whole.to(y.dtype.element_ty), (rows < n)[:, None] & there[None, :])
-
-
-@triton.jit
-def _add_parts(parts, arrived, y, total, base, to, inside, m, n):
-    """Leave a program's sums; the last one of those outputs adds all in order, and counts from zero again."""
-    splits = tl.num_programs(1)
-    tl.store(parts + tl.program_id(1).to(tl.int64) * m * n + to, total, inside)
-    tl.debug_barrier()
-    counter = arrived + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    before = tl.atomic_add(counter, 1, sem="acq_rel")
-    if before == splits - 1:
-        tl.debug_barrier()
-        whole = tl.zeros(total.shape, tl.float32)
-        from_part = parts + to
-        for _ in range(splits):
-            whole += tl.load(from_part, inside, other=0.0, cache_modifier=".cg")
-            from_part += m * n
-        tl.store(y + to, (whole + base).to(y.dtype.element_ty), inside)
-        tl.atomic_xchg(counter, 0)
 
 
 @triton.jit
