@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ridgeline.measure.fake.tracer import TRACER, answer
-from ridgeline.nn.kernels.dispatch import has_float8, has_triton
+from ridgeline.nn.kernels.dispatch import has_float8, has_triton, is_hopper
 
 CAPABILITIES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
 """By architecture."""
@@ -48,6 +48,7 @@ def act_as(architecture: str) -> None:
     global CAPABILITY
     CAPABILITY = CAPABILITIES.get(architecture.lower(), CAPABILITIES["hopper"])
     has_float8.cache_clear()
+    is_hopper.cache_clear()
     if has_triton():
         from triton.runtime import driver
 

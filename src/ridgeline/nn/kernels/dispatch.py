@@ -31,6 +31,12 @@ def has_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@lru_cache(maxsize=8)
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is of Hopper's architecture."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 _library_was_last = False
 
 

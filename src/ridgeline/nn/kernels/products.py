@@ -9,7 +9,8 @@ multiplies bf16 at half the rate of fp32. Many rows are multiplied in fp32 there
 the same products, sums in fp32 and one rounding, as oneDNN has them. Few rows wait for the weight's bytes either way.
 
 Of one row in 16 bits on GPUs, in served models, also with weights in float8 codes, by
-:mod:`~ridgeline.nn.kernels.gemv`; of more rows with such codes by :mod:`~ridgeline.nn.kernels.lowbit_matmul`.
+:mod:`~ridgeline.nn.kernels.gemv`; of more rows with such codes by :mod:`~ridgeline.nn.kernels.lowbit_matmul`; on
+Hopper, of a few rows in 16 bits, and of more rows in codes with such codes, by :mod:`~ridgeline.nn.kernels.skinny`.
 
 And what a product of merged projections is: :class:`Product`.
 """
@@ -29,9 +30,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ridgeline.nn.kernels.dispatch import has_float8, has_triton, note_library
+from ridgeline.nn.kernels.dispatch import has_float8, has_triton, is_hopper, note_library
 from ridgeline.nn.kernels.peaks import GatedGradient, Wish
 from ridgeline.spec.lowbit import FLOAT8_ROWS
+from ridgeline.spec.lowbit import MANY_ROWS as CODED_ROWS
 
 LARGE, MANY = 1 << 20, 1 << 26
 """Numbers of a weight, or products with it, from which oneDNN is asked: its first product of a shape takes longer, and
@@ -40,6 +42,8 @@ each of them some microseconds."""
 
 MANY_ROWS = 64
 """Rows from which widening a weight takes less time than products in 16 bits without fast units."""
+SKINNY_ROWS = 16
+"""Most rows in 16 bits that our kernel multiplies on Hopper; of more cuBLAS reads the weight as fast."""
 PART = 1 << 20
 """Numbers of a weight that are widened at once: what is made of them stays in a core's cache."""
 
@@ -191,12 +195,16 @@ def served_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """``F.linear`` of a served model: x [..., k], weight [n, k] → [..., n]."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    if not _is_row(x, weight, bias):
-        note_library()
-        return F.linear(x, weight, bias)
-    from ridgeline.nn.kernels.gemv import product_of_row
+    if _is_row(x, weight, bias):
+        from ridgeline.nn.kernels.gemv import product_of_row
 
-    return product_of_row(x, weight, bias)
+        return product_of_row(x, weight, bias)
+    if _is_skinny(x, weight, bias):
+        from ridgeline.nn.kernels.skinny import product_of_rows
+
+        return product_of_rows(x, weight, bias)
+    note_library()
+    return F.linear(x, weight, bias)
 
 
 def served_gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -226,6 +234,33 @@ def product_of_codes(
     from ridgeline.nn.kernels.lowbit_matmul import float8_product
 
     return float8_product(x.reshape(-1, x.shape[-1]), codes, scales, arrived, bias).view(*x.shape[:-1], len(codes))
+
+
+def product_of_both_codes(
+    x: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor, arrived: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """e4m3 codes ``x`` [m, k] times ``codes`` [n, k] that ``x_scales`` [m, 1] and ``scales`` [n, 1] (fp32) are to be
+    multiplied by, plus ``bias`` [n] → [m, n] in ``dtype``. ``arrived`` as above. Nothing is recorded. None: not of this
+    many rows, not in this dtype, or not on Hopper."""
+    suits = (
+        not torch.compiler.is_compiling()
+        and 0 < len(x) <= CODED_ROWS
+        and dtype in (torch.bfloat16, torch.float16)
+        and codes.shape[1] % 16 == 0
+        and is_hopper(x.device)
+        and _for_triton(x, x_scales, codes, scales, *(() if bias is None else (bias,)))
+        and all(t.is_contiguous() for t in (x, x_scales, codes, scales))
+    )
+    if not suits or not codes.numel():
+        return None
+    from ridgeline.nn.kernels.skinny import product_of_coded_rows
+
+    return product_of_coded_rows(x, x_scales, codes, scales, arrived, dtype, bias)
+
+
+def _is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel for a few rows computes it."""
+    return 0 < x.numel() <= SKINNY_ROWS * x.shape[-1] and is_hopper(x.device) and _suits_triton(x, weight, bias)
 
 
 def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -25,7 +25,7 @@ from ridgeline.nn.kernels.adjacency import adjacent
 from ridgeline.nn.kernels.dispatch import has_float8, note_library
 from ridgeline.nn.kernels.functions import bias_activation
 from ridgeline.nn.kernels.peaks import GatedGradient, Wish
-from ridgeline.nn.kernels.products import Joined, OwnProduct, is_linear, product_of_codes
+from ridgeline.nn.kernels.products import Joined, OwnProduct, is_linear, product_of_both_codes, product_of_codes
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
 from ridgeline.nn.quant.codec import E4M3, Layouts, encodes_gated, layouts, quantize
@@ -193,8 +193,9 @@ class StoredFp8Linear(Joined):
 
     Few rows on a GPU (``FLOAT8_ROWS``) are multiplied as they are, in 16 bits, by weights that are widened in
     registers. Of more rows, where the device multiplies float8, inputs are rounded to e4m3 with a power of two for each
-    row, found and written by one kernel, so that no row's result depends on what others hold; results are rounded to
-    bf16, as ``torch._scaled_mm`` has scales for rows. Elsewhere weights are widened and inputs not rounded: on a GPU
+    row, found and written by one kernel, so that no row's result depends on what others hold; the codes are multiplied
+    by a kernel of ours on Hopper, up to ``MANY_ROWS`` rows, else by ``torch._scaled_mm``, which has scales for rows
+    and rounds results to bf16. Elsewhere weights are widened and inputs not rounded: on a GPU
     that does not multiply float8 in registers, up to ``MANY_ROWS`` rows.
     """
 
@@ -237,6 +238,10 @@ class StoredFp8Linear(Joined):
         dtype, codes = compute_dtype(x), self.codes.view(E4M3)
         if has_float8(x.device):
             read = _coded(x, rowwise=True)
+            few = product_of_both_codes(read.rows, read.inverse_scale, codes, self.inverse, self.arrived, self.bias,
+                                        dtype)  # fmt: skip
+            if few is not None:
+                return few.view(*x.shape[:-1], self.out_features)
             note_library()
             y = product(read.rows, read.inverse_scale, codes, self.inverse, dtype, fast=True)
             y = y.view(*x.shape[:-1], self.out_features)
