@@ -35,15 +35,17 @@ from ridgeline.nn.kernels import (
     lowbit_matmul,
     paged_attention,
     paged_store,
+    skinny,
     ternary_decode,
 )
 from ridgeline.nn.kernels.ahead_of_time import compiling
 from ridgeline.nn.kernels.gather_heads import gather_heads
 from ridgeline.nn.kernels.peaks import GatedGradient, room
+from ridgeline.nn.kernels.products import SKINNY_ROWS
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.nn.quant.ternary import Ternary
-from ridgeline.spec.lowbit import striped, wide_bits
+from ridgeline.spec.lowbit import FLOAT8_ROWS, striped, wide_bits
 
 ROWS = 16384
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
@@ -250,6 +252,32 @@ def products() -> Iterator[Case]:
         yield Case(f"ternary rows={lines} {out}x{width} {NAMES[dtype]}", ternary, False)
 
 
+SERVED_WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (3072, 2048), (2048, 2048),
+                  (16384, 2048), (2048, 8192))  # fmt: skip
+"""[out, in] of the merged projections of models of 8B and 1B, and of a head."""
+
+
+def skinny_products() -> Iterator[Case]:
+    """Products of a few rows on Hopper: in 16 bits, and of codes with codes, which heads are not stored in."""
+    for rows, (out, width) in product((8, 16, 64, 128), SERVED_WEIGHTS):
+        quick = (out, width) == (4096, 14336)
+
+        def plain(rows=rows, out=out, width=width):
+            skinny.product_of_rows(e(rows, width), e(out, width))
+
+        if rows <= SKINNY_ROWS:
+            yield Case(f"skinny bf16 rows={rows} {out}x{width}", plain, quick)
+
+        def coded(rows=rows, out=out, width=width):
+            skinny.product_of_coded_rows(
+                e(rows, width, dtype=E4M3), e(rows, 1, dtype=F32), e(out, width, dtype=E4M3), e(out, 1, dtype=F32),
+                e(out, dtype=I32), BF16,
+            )  # fmt: skip
+
+        if rows > FLOAT8_ROWS and out < 128256:
+            yield Case(f"skinny e4m3 rows={rows} {out}x{width}", coded, quick)
+
+
 PAGED = (
     (1, 32, 8, 128, 4096, 0, "", 1), (64, 32, 8, 128, 4096, 0, "", 1), (256, 32, 8, 64, 1024, 0, "", 1),
     (64, 32, 32, 128, 2048, 0, "", 1), (16, 64, 8, 128, 32768, 0, "", 1), (8, 32, 8, 128, 16384, 4096, "", 1),
@@ -332,14 +360,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as", dest="name", default="after", help="the name of these rows in the file")
     args = parser.parse_args()
-    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *training(), *writes(),
-             *paged())  # fmt: skip
+    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *skinny_products(), *training(),
+             *writes(), *paged())  # fmt: skip
     cases = [c for c in every if any(name in c.label for name in args.only)]
     cases = [c for c in cases if args.skip not in c.label and (c.quick or not args.quick)]
     rows, start = [], time.time()
     for capability in args.capabilities:
         for case in cases:
             if case.label.startswith("float8") and capability < 89:
+                continue
+            if case.label.startswith("skinny") and capability != 90:
                 continue
             with compiling(capability) as found:
                 case.call()

@@ -56,6 +56,8 @@ class Compiled:
     instructions: int
     tensor: int
     """Products on tensor cores (HMMA, HGMMA, IMMA, UTCMMA and their like)."""
+    warpgroup: int
+    """Those of four warps at a time (wgmma) among them, which Hopper has."""
     asynchronous: int
     """Copies to shared memory that no thread waits for (cp.async, bulk copies)."""
     shared_pairs: int = 0
@@ -77,13 +79,14 @@ class Compiled:
 
     @property
     def loop(self) -> int:
-        """Instructions of its longest innermost loop, or of all where there is none."""
-        return self.loops[0].instructions if self.loops else self.instructions
+        """Instructions of its longest innermost loop, one with products if there is any; of all where there is none."""
+        loops = [loop for loop in self.loops if loop.tensor] or self.loops
+        return loops[0].instructions if loops else self.instructions
 
     def row(self) -> dict[str, Any]:
         """As written to JSON."""
         names = ("kernel", "capability", "warps", "registers", "spilled", "shared", "instructions", "tensor",
-                 "asynchronous", "shared_pairs", "loop", "early", "waits", "early_accesses")  # fmt: skip
+                 "warpgroup", "asynchronous", "shared_pairs", "loop", "early", "waits", "early_accesses")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "grid": list(self.grid), "loads": {str(bits): n for bits, n in sorted(self.loads.items())},
             "stores": {str(bits): n for bits, n in sorted(self.stores.items())}, "seconds": round(self.seconds, 2),
@@ -183,6 +186,7 @@ def _shared_pairs(ptx: str) -> int:
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.S)
 _TENSOR = re.compile(r"HMMA|HGMMA|IMMA|IGMMA|QGMMA|QMMA|BGMMA|DMMA|UTC\w*MMA")
+_WARPGROUP = re.compile(r"[HIQB]GMMA")
 _WAIT = "ACQBULK"
 _ACCESS = re.compile(r"LDG|STG|ATOMG|RED|LD$|LD\.|ST$|ST\.|ATOM$|ATOM\.|UTMA|UBLK")
 _ASYNCHRONOUS = re.compile(r"LDGSTS|UTMALDG|UBLKCP")
@@ -217,6 +221,7 @@ def _counted(sass: str) -> dict[str, Any]:
     return {
         "instructions": len(lines),
         "tensor": sum(bool(_TENSOR.match(op)) for _, op, _ in lines),
+        "warpgroup": sum(bool(_WARPGROUP.match(op)) for _, op, _ in lines),
         "asynchronous": sum(bool(_ASYNCHRONOUS.match(op)) for _, op, _ in lines),
         "waits": ops.count(_WAIT),
         "early_accesses": sum(bool(_ACCESS.match(op)) for op in before),

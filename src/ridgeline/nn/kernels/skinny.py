@@ -44,9 +44,9 @@ class Launch(NamedTuple):
 
 LAUNCHES = {
     2: (Launch(8, 64, 128, 4, 6, 3), Launch(16, 64, 128, 4, 6, 3), Launch(32, 64, 128, 4, 5, 3),
-        Launch(64, 128, 128, 4, 4, 2), Launch(128, 128, 128, 8, 4, 1)),
-    1: (Launch(8, 64, 128, 4, 6, 3), Launch(16, 64, 128, 4, 6, 3), Launch(32, 64, 128, 4, 5, 3),
-        Launch(64, 128, 128, 4, 4, 2), Launch(128, 128, 128, 8, 4, 1)),
+        Launch(64, 128, 128, 8, 4, 2), Launch(128, 128, 128, 8, 5, 1)),
+    1: (Launch(16, 64, 128, 4, 6, 3), Launch(32, 64, 128, 4, 5, 3), Launch(64, 128, 128, 8, 4, 2),
+        Launch(128, 128, 128, 8, 5, 1)),
 }  # fmt: skip
 """By the bytes of a weight."""
 MOST = LAUNCHES[2][-1].rows
@@ -61,7 +61,7 @@ _counters: dict[torch.device, Tensor] = {}
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["per_split"])
 def _product_of_rows(x, w, x_scales, scales, bias, y, partial, arrived, m, n, parts, per_split, CODED: tl.constexpr,
                      HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, NATIVE: tl.constexpr,
                      ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
