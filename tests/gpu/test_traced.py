@@ -130,10 +130,12 @@ def test_a_gpu_has_the_next_step_while_the_host_waits_for_tokens(traced, name):
 
 def test_one_sequence_is_multiplied_by_the_kernel_for_one_row(traced):
     """Four products of each of two layers in the graph, SwiGLU within one of them, and the head; of two sequences
-    none."""
+    by the kernel for a few, with a kernel for SwiGLU."""
     one, two = (traced[f"sequences {n}"]["decode"] for n in (1, 2))
     assert (one.kernels["product_of_row"], one.operators["product_of_row"]) == (8, 1)
-    assert not {"mm", "addmm"} & {*one.kernels, *one.operators}
+    assert (two.kernels["product_of_rows"], two.operators["product_of_rows"]) == (8, 1)
+    for step in (one, two):
+        assert not {"mm", "addmm", "linear"} & {*step.kernels, *step.operators}
     assert "product_of_row" not in {*two.kernels, *two.operators}
     assert not one.wrong
     assert "activation" not in one.kernels
@@ -150,12 +152,13 @@ def test_few_rows_of_float8_weights_take_the_kernels_of_16_bits(traced):
     assert not one.wrong
 
 
-@pytest.mark.parametrize(("sequences", "with_units"), [(4, ("few", 24)), (64, ("_scaled_mm", 32))])
+@pytest.mark.parametrize(("sequences", "with_units"), [(4, ("few", 24)), (64, ("product_of_rows", 32))])
 def test_float8_weights_as_the_device_can(sequences, with_units):
-    """On an H100 many rows take PyTorch's product and a cast for each, on an A100 as many as a decode step has are
-    multiplied by codes, and prompts by weights that are expanded first."""
+    """On an H100 inputs of many rows are cast, once for each product, which is PyTorch's for prompts; on an A100 as
+    many as a decode step has are multiplied by codes, and prompts by weights that are expanded first."""
     hopper, ampere = traces([serving("llama-mini", "fp8", on=on) for on in ("h100-sxm", "a100-80g-sxm")], (), sequences)
     product, replayed = with_units
+    assert hopper["prefill"].kernels["_scaled_mm"] == 8
     step = hopper["decode"]
     assert (step.kernels[product], step.kernels.get("encode_rows", 0), step.replayed) == (8, replayed - 24, replayed)
     step, prompts = ampere["decode"], ampere["prefill"]

@@ -18,6 +18,7 @@ from ridgeline.nn.kernels import (
     paged_attention,
     paged_rows,
     paged_store,
+    skinny,
     target,
 )
 from ridgeline.nn.quant.codes import Stripes, counters
@@ -46,6 +47,7 @@ def fetched(monkeypatch):
     for module, names in (
         (gemv, ["_product_of_row"]), (gpu_norms, ["_add_norm"]), (lowbit_matmul, ["_few", "_tiles"]),
         (paged_attention, ["_attend", "_attend_few"]), (paged_rows, []), (paged_store, ["_write"]),
+        (skinny, ["_product_of_rows"]),
     ):  # fmt: skip
         if module is not paged_attention:  # whose kernels fetch by what they share
             monkeypatch.setattr(module, "prefetch", prefetch)
@@ -97,6 +99,19 @@ def test_products_with_float8_codes_fetch_codes_and_scales(fetched, m, n, k):
     codes, scales = torch.zeros(n, k, dtype=torch.float8_e4m3fn), torch.ones(n, 1)
     with within(fetched, codes, scales):
         lowbit_matmul.float8_product(rows(m, k).half(), codes, scales, counters(n, codes.device))
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(33, 16), (70, 2048)])
+def test_products_of_a_few_rows_fetch_lines_of_the_weight(fetched, n, k, coded):
+    x, w = torch.randn(9, k).bfloat16(), torch.randn(n, k).bfloat16()
+    codes = w.to(torch.float8_e4m3fn)
+    with within(fetched, codes if coded else w):
+        if coded:
+            skinny.product_of_coded_rows(x.to(codes.dtype), torch.ones(9, 1), codes, torch.ones(n, 1),
+                                         counters(n, codes.device), torch.bfloat16)  # fmt: skip
+        else:
+            skinny.product_of_rows(x, w)
 
 
 @pytest.mark.parametrize("n", [5, 64, 520])

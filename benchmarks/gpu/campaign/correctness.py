@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TESTS = ("nn/test_triton.py", "nn/test_float8_triton.py", "nn/test_lowbit_triton.py", "nn/test_paged_triton.py",
          "nn/test_ternary_triton.py", "nn/test_packed_linear.py", "nn/test_folding.py", "nn/test_semi_structured.py",
          "nn/test_varlen.py", "nn/test_flash_triton.py", "nn/test_liger.py", "nn/test_gemv.py",
-         "gpu/test_graphs.py")  # fmt: skip
+         "nn/test_skinny.py", "gpu/test_graphs.py")  # fmt: skip
 """What has kernels of its own on a GPU."""
 PLANS = {
     "plain": [], "fused_layers": ["fused_layers"], "flash_attention": ["flash_attention"],
