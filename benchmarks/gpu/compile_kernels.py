@@ -360,8 +360,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as", dest="name", default="after", help="the name of these rows in the file")
     args = parser.parse_args()
-    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *skinny_products(), *training(),
-             *writes(), *paged())  # fmt: skip
+    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *skinny_products(),
+             *training(), *writes(), *paged())  # fmt: skip
     cases = [c for c in every if any(name in c.label for name in args.only)]
     cases = [c for c in cases if args.skip not in c.label and (c.quick or not args.quick)]
     rows, start = [], time.time()

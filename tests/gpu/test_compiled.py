@@ -197,8 +197,8 @@ def test_low_bit_products_and_wide_heads_of_ada(ada):
         assert r["asynchronous"] > 0
 
 
-STARTED_EARLY = {"_product_of_row", "_product_of_rows", "_tiles", "_few", "_add_norm", "_activation", "_write", "_attend", "_attend_few",
-                 "_merge", "_rotate"}  # fmt: skip
+STARTED_EARLY = {"_product_of_row", "_product_of_rows", "_tiles", "_few", "_add_norm", "_activation", "_write",
+                 "_attend", "_attend_few", "_merge", "_rotate"}  # fmt: skip
 """Kernels of a decode step."""
 
 
