@@ -241,17 +241,18 @@ def product_of_both_codes(
 ) -> Tensor | None:
     """e4m3 codes ``x`` [m, k] times ``codes`` [n, k] that ``x_scales`` [m, 1] and ``scales`` [n, 1] (fp32) are to be
     multiplied by, plus ``bias`` [n] → [m, n] in ``dtype``. ``arrived`` as above. Nothing is recorded. None: not of this
-    many rows, not in this dtype, or not on Hopper."""
+    many rows, not in this dtype, of a weight whose sides are no multiples of 16, or not on Hopper."""
     suits = (
         not torch.compiler.is_compiling()
         and 0 < len(x) <= CODED_ROWS
         and dtype in (torch.bfloat16, torch.float16)
-        and codes.shape[1] % 16 == 0
+        and codes.numel() > 0
+        and all(size % 16 == 0 for size in codes.shape)
         and is_hopper(x.device)
         and _for_triton(x, x_scales, codes, scales, *(() if bias is None else (bias,)))
         and all(t.is_contiguous() for t in (x, x_scales, codes, scales))
     )
-    if not suits or not codes.numel():
+    if not suits:
         return None
     from ridgeline.nn.kernels.skinny import product_of_coded_rows
 

@@ -95,7 +95,7 @@ def _product_of_rows(x, w, x_scales, scales, bias, y, partial, arrived, m, n, pa
             a = tl.load(from_x + start, there & inside[:, None], other=0.0)
         if not NATIVE:
             total = tl.dot(held.to(tl.float32), a.to(tl.float32), total, input_precision="ieee")
-        elif CODED:
+        elif CODED:  # not with ``max_num_imprecise_acc``, for which sums are read before they are waited for
             total += tl.dot(held, a)
         else:
             total = tl.dot(held, a, total)
