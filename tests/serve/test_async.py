@@ -21,6 +21,7 @@ PLAIN = {
     "biased": {**DRAWN, "logit_bias": {7: 3.0}, "allowed_token_ids": tuple(range(200))},
     "several": {**DRAWN, "n": 3},
     "stops": {"temperature": 2.0, "seed": 8, "stop_token_ids": tuple(range(0, 300, 9))},
+    "least": {"temperature": 2.0, "seed": 8, "min_tokens": 6, "stop_token_ids": tuple(range(0, 300, 9))},
 }
 """Settings with which steps go ahead."""
 KNOWING = {
@@ -29,7 +30,6 @@ KNOWING = {
     "named": {"logprobs": 0, "logprob_token_ids": (4, 9)},
     "prompt": {"prompt_logprobs": 2},
     "words": {"bad_words": ((5, 6), (7,))},
-    "least": {"temperature": 2.0, "seed": 8, "min_tokens": 6, "stop_token_ids": tuple(range(0, 300, 9))},
     "best": {**DRAWN, "n": 2, "best_of": 4},
     "beams": {"n": 2, "beam_width": 3},
 }
@@ -92,6 +92,18 @@ def test_plain_requests(llama, fields, monkeypatch):
     want, got, _ = both(llama, mixed(PLAIN), "paged_kv:block_size=4", **fields)
     assert got == want
     assert sum(flying) > len(flying) * 0.9 > 5
+
+
+@pytest.mark.parametrize("stops", [(), tuple(range(1, 300, 5))])
+def test_min_tokens_of_a_whole_batch(llama, stops, monkeypatch):
+    """What load generators ask for: no row may end, by the model's tokens or the request's, before that many."""
+    flying = ahead_steps(monkeypatch)
+    settings = {"least": {"temperature": 3.0, "seed": 8, "min_tokens": 9, "stop_token_ids": stops}}
+    want, got, _ = both(llama, mixed(settings, 40), ends=range(0, 300, 5))
+    assert got == want
+    assert all(len(tokens) > 9 for tokens, *_ in want.values())
+    assert sum(ends[0][0] == "stop" for *_, ends, _ in want.values()) > 1
+    assert sum(flying) > len(flying) * 0.8
 
 
 def test_a_batch_of_all_settings(llama, monkeypatch):

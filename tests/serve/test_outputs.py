@@ -69,9 +69,9 @@ def test_logits_are_there_for_a_block_of_rows_at_once(llama, more):
         rows.append(len(hidden))
         return head(hidden)
 
-    def adjust(x, seqs):
+    def adjust(x, seqs, short=None):
         rows.append(len(x))
-        return chosen(x, seqs)
+        return chosen(x, seqs, short)
 
     eng.runner.logits, eng.sampler.adjust = logits, adjust
     r = ask("r", list(range(10)), 5, **more)

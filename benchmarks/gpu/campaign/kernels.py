@@ -408,6 +408,7 @@ def _spans(setting: Setting, op: Op, cap: float, dtype: torch.dtype = torch.bflo
     spans = make_spans(batch, length, None, True, 0, device)
     hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
     bias = torch.zeros(length, length, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min / 2)
+    masked = Mask(bias, False, changes=changes, kept={})
 
     def call(wide: torch.dtype, attend: Callable[..., Tensor]) -> Callable[[], Tensor]:
         q, k, v = (t.detach().to(wide).requires_grad_() for t in given)
@@ -422,7 +423,7 @@ def _spans(setting: Setting, op: Op, cap: float, dtype: torch.dtype = torch.bflo
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attend = naive_attention if cap else flash_attention
-        return attend(q, k, v, Mask(bias.to(q.dtype), False, changes=changes))
+        return attend(q, k, v, masked)
 
     def right() -> Tensor:
         return call(torch.float32, lambda q, k, v: naive_attention(q, k, v, Mask(bias, False, changes=changes)))()

@@ -22,6 +22,12 @@ class DeviceUse:
     def __init__(self, here: RankContext) -> None:
         self.device, self.ranks = here.device, here.ranks
         self._before = 0 if self.device.type == "cuda" else _resident("rss")
+        self._seen = 0
+
+    def look(self) -> None:
+        """Count what is in use now, by a process that ends before :meth:`bytes` is asked for. On a GPU this process's
+        own context is in it, too."""
+        self._seen = max(self._seen, self.bytes())
 
     def bytes(self) -> int:
         """Most bytes of this rank's device that were in use, up to now."""
@@ -29,7 +35,7 @@ class DeviceUse:
             return max(0, _resident("rss_peak") - self._before)
         free, total = torch.cuda.mem_get_info(self.device)
         given_back = torch.cuda.max_memory_reserved(self.device) - torch.cuda.memory_reserved(self.device)
-        return int(total - free + given_back)
+        return max(self._seen, int(total - free + given_back))
 
     def metrics(self) -> dict[str, Metric]:
         """The largest of the ranks, as ``device_used_bytes``. All ranks of the job call this together."""

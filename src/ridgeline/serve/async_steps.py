@@ -5,9 +5,8 @@ of step n, ends outputs and reports; an output that they end has one row too man
 On a GPU steps are launched by the engine's own thread. On a CPU a thread computes them, in order, so that Python goes
 on while kernels run without the interpreter lock.
 
-A step goes ahead if none of its outputs needs the host to choose: grammars, penalties, bad words, ``min_tokens`` that
-are not there yet, log-probabilities, ranked outputs, beams and embeddings do. Any other step begins when all tokens are
-known.
+A step goes ahead if none of its outputs needs the host to choose: grammars, penalties, bad words, log-probabilities,
+ranked outputs, beams and embeddings do. Any other step begins when all tokens are known.
 """
 
 from __future__ import annotations
@@ -82,6 +81,8 @@ class _Step:
     """The rows that these follow from."""
     uniform: list[float] = field(default_factory=list)
     """Their random numbers."""
+    short: list[bool] = field(default_factory=list)
+    """Which of them have fewer than ``min_tokens`` before it."""
     forks: list[Sequence] = field(default_factory=list)
     """Those of them that it has made."""
     dropped: set[Sequence] = field(default_factory=set)
@@ -181,6 +182,7 @@ class AsyncSteps:
                 new.forks.append(one)
             new.ready.append(one)
             new.rows.append(row)
+            new.short.append(one.generated + late < one.group.request.sampling.min_tokens)
             one.pending = int(one.generated + late + 1 < one.group.request.sampling.max_tokens)
 
     def _choose(self, new: _Step, hidden: Tensor) -> _Found:
@@ -191,7 +193,7 @@ class AsyncSteps:
             logits = engine.next_tokens.logits(new.rows[some], hidden)
             if hidden.device.type == "cpu" and not torch.isfinite(logits.amax(1)).all():
                 raise ValueError(NO_LOGITS)  # a GPU's sampler looks at its rows itself
-            chosen = engine.sampler.launch(logits, new.ready[some], new.uniform[some])
+            chosen = engine.sampler.launch(logits, new.ready[some], new.uniform[some], new.short[some])
             host, there = chosen.numbers.to("cpu", non_blocking=True), None
             if hidden.device.type == "cuda":
                 there = torch.cuda.Event()
@@ -268,4 +270,4 @@ def _plain(seq: Sequence) -> bool:
         penalties = s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty or s.bad_words
         reports = s.logprobs is not None or s.prompt_logprobs is not None or s.ranked
         group.plain = not (r.embed or penalties or reports or s.grammar or r.watch or group.beams)
-    return group.plain and not seq.draft and seq.generated >= group.request.sampling.min_tokens
+    return group.plain and not seq.draft

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -98,14 +98,16 @@ class Sampler:
             give_back(seqs, uniform)
             raise
 
-    def launch(self, logits: Tensor, seqs: list[Sequence], uniform: list[float]) -> Chosen:
-        """The same without waiting for a device; ``uniform`` as :func:`draws` has it."""
+    def launch(
+        self, logits: Tensor, seqs: list[Sequence], uniform: list[float], short: list[bool] | None = None
+    ) -> Chosen:
+        """The same without waiting for a device; ``uniform`` as :func:`draws` has it, ``short`` as :meth:`adjust`."""
         settings = [s.group.request.sampling for s in seqs]
         if self.hierarchical and logits.device.type == "cpu" and logits.dtype == torch.float32 and native.library():
-            self.adjust(logits, seqs)
+            self.adjust(logits, seqs, short)
             return Chosen(torch.tensor(_by_kernel(logits, settings, uniform)), len(seqs))
         finite = torch.isfinite(logits.amax(1))
-        self.adjust(logits, seqs)
+        self.adjust(logits, seqs, short)
         kinds = [0 if s.greedy else 2 if _filters(s) else 1 for s in settings]
         parts, order = [], []
         chosen = Chosen(logits, len(seqs))
@@ -131,13 +133,31 @@ class Sampler:
         chosen.numbers = torch.cat([tokens, wide]) if chosen.filtered else tokens
         return chosen
 
-    def adjust(self, logits: Tensor, seqs: list[Sequence]) -> None:
-        """Apply penalties, biases and constraints of the requests to rows of logits [R, V], in place."""
-        for row, seq in zip(logits, seqs, strict=True):
-            self._adjust(row, seq)
+    def adjust(self, logits: Tensor, seqs: list[Sequence], short: list[bool] | None = None) -> None:
+        """Apply penalties, biases and constraints of the requests to rows of logits [R, V], in place. ``short``: whose
+        output has fewer than ``min_tokens``; None: as the host knows them."""
+        for i, seq in enumerate(seqs):
+            if _changes(seq):
+                self._adjust(logits[i], seq)
+        if short is None:
+            short = [seq.generated < seq.group.request.sampling.min_tokens for seq in seqs]
+        if any(short):
+            self._forbid_ends(logits, [i for i, below in enumerate(short) if below], seqs)
+
+    def _forbid_ends(self, logits: Tensor, rows: list[int], seqs: list[Sequence]) -> None:
+        """Let none of these rows of ``logits`` [R, V] choose a token that would end it."""
+        ends = [tuple(sorted(self.ends | set(seqs[i].group.request.sampling.stop_token_ids))) for i in rows]
+        if len(rows) == len(logits) and len(set(ends)) == 1:
+            if ends[0]:
+                logits.index_fill_(1, _held(ends[0], logits.device), float("-inf"))
+            return
+        places = [(i, token) for i, some in zip(rows, ends, strict=True) for token in some]
+        if places:
+            row, token = put(places, torch.int64, logits.device).unbind(1)
+            logits[row, token] = float("-inf")
 
     def _adjust(self, row: Tensor, seq: Sequence) -> None:
-        """Apply those of its request to one row of logits [V], in place."""
+        """Apply those of its request, but for ``min_tokens``, to one row of logits [V], in place."""
         s = seq.group.request.sampling
         if s.repetition_penalty != 1.0:
             seq.occurred = seq.occurred or Occurred()
@@ -159,8 +179,6 @@ class Sampler:
         for *before, last in s.bad_words:
             if seq.generated >= len(before) and seq.tokens[len(seq.tokens) - len(before) :] == before:
                 row[last] = float("-inf")
-        if seq.generated < s.min_tokens:
-            row[put(list(self.ends | set(s.stop_token_ids)), torch.int64, row.device)] = float("-inf")
         if seq.grammar is not None:
             allowed = seq.grammar.allowed()
             if allowed is not None:
@@ -275,10 +293,23 @@ def put(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
+@lru_cache(maxsize=64)
+def _held(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """``ids`` on the device, copied once."""
+    return put(ids, torch.int64, device)
+
+
 def _columns(settings: list[Sampling], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """top-k, top-p and min-p of each row, [R, 1] in fp64."""
     k, p, least = put([(s.top_k, s.top_p, s.min_p) for s in settings], torch.float64, device).unsqueeze(2).unbind(1)
     return k.contiguous(), p.contiguous(), least.contiguous()
+
+
+def _changes(seq: Sequence) -> bool:
+    """Whether a request's sampling changes logits in other ways than by ``min_tokens``."""
+    s = seq.group.request.sampling
+    penalties = s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty
+    return bool(penalties or s.logit_bias or s.allowed_token_ids or s.bad_words) or seq.grammar is not None
 
 
 def _filters(s: Sampling) -> bool:

@@ -65,7 +65,7 @@ def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict
         result = hf_serving(e, device, here.report)
         result.environment |= engine_versions(options.backend)
     else:
-        result = serve_load(e, device, here.report)
+        result = serve_load(e, device, here.report, used)
     result.metrics |= used.metrics()
     tokens, seconds = result.metric("output_tokens_total"), result.metric("window_s")
     if tokens and seconds:
@@ -78,13 +78,13 @@ def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict
     return result.model_dump(mode="json", by_alias=True)
 
 
-def serve_load(e: Experiment, device: torch.device, report: Progress) -> Result:
-    """Start the server, on a CPU with its engine in a process of its own as by default, and the client in another
-    process; returns what the client measured.
+def serve_load(e: Experiment, device: torch.device, report: Progress, used: DeviceUse | None = None) -> Result:
+    """Start the server, with its engine in a process of its own as by default, and the client in another process;
+    returns what the client measured. ``used`` is told what the server takes of the device.
 
     Raises :class:`UserError` when they cannot be served.
     """
-    server, engine, sent, memory = _serve([e], device, report)
+    server, engine, sent, memory = _serve([e], device, report, used)
     (result,) = server.results
     _add(result, engine, server.ready_after, memory)
     result.traffic = [Traffic(kind=k, ranks=n, calls=v[0], bytes=v[1]) for (k, n), v in sorted(sent.items())]
@@ -98,7 +98,7 @@ def serve_loads(loads: Sequence[Experiment], device: torch.device, report: Progr
 
 
 def _serve(
-    loads: Sequence[Experiment], device: torch.device, report: Progress
+    loads: Sequence[Experiment], device: torch.device, report: Progress, used: DeviceUse | None = None
 ) -> tuple[_Served, Engine | RemoteEngine, dict[tuple[str, int], list[float]], dict[str, int]]:
     """(the server that has ended, its engine, what rank 0 sent in a step, memory of the engine's process)."""
     e = loads[0]
@@ -109,11 +109,11 @@ def _serve(
     engine: Engine | RemoteEngine
     sent: dict[tuple[str, int], list[float]] = {}
     nothing_is_refused = QueueLimits(None, None, None, 600.0)
-    if e.world == 1 and device.type == "cpu" and cores() > 1:
+    if e.world == 1 and cores() > 1:
         engine = RemoteEngine(partial(make_engine, e, device), spare_core).wait_ready()
         loop: EngineLoop = ProcessLoop(engine, nothing_is_refused, Metrics())
         within: AbstractContextManager[None] = nullcontext()
-    else:  # with other ranks, or with a device whose memory is metered here
+    else:
         engine = make_engine(e, device)
         sent = _count(engine) if e.world > 1 else {}
         loop, within = EngineLoop(engine, nothing_is_refused, Metrics()), spare_core()
@@ -125,6 +125,8 @@ def _serve(
         server.run()
     client.join(30)
     memory = process_memory(engine.process.pid if isinstance(engine, RemoteEngine) else "self")
+    if used is not None and isinstance(engine, RemoteEngine):
+        used.look()
     engine.close()
     if server.refused:
         raise UserError(*server.refused)
