@@ -41,7 +41,6 @@ from ridgeline.nn.kernels import (
 from ridgeline.nn.kernels.ahead_of_time import compiling
 from ridgeline.nn.kernels.gather_heads import gather_heads
 from ridgeline.nn.kernels.peaks import GatedGradient, room
-from ridgeline.nn.kernels.products import SKINNY_ROWS
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.nn.quant.ternary import Ternary
@@ -265,7 +264,7 @@ def skinny_products() -> Iterator[Case]:
         def plain(rows=rows, out=out, width=width):
             skinny.product_of_rows(e(rows, width), e(out, width))
 
-        if rows <= SKINNY_ROWS:
+        if rows <= 64:
             yield Case(f"skinny bf16 rows={rows} {out}x{width}", plain, quick)
 
         def coded(rows=rows, out=out, width=width):

@@ -117,33 +117,6 @@ def found(monkeypatch):
     return rows
 
 
-def test_which_products_in_16_bits_it_is(found, monkeypatch):
-    x, w, bias = operands(17, 16, 64)
-    others = [
-        (x, w, bias), (x[:0], w, bias), (x[:4].float(), w.float(), None), (x[:4, :60], w[:, :60].contiguous(), None),
-        (x[:4].clone().requires_grad_(), w, bias), (x[:4], torch.nn.Parameter(w.clone()), bias),
-        (x.t()[:4, :16], operands(2, 8, 16)[1], None),
-    ]  # fmt: skip
-    for given in others:
-        torch.testing.assert_close(products.served_linear(*given), F.linear(*given), rtol=0, atol=0)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        products.served_linear(x[:4], w)
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-    products.served_linear(x[:1], w, bias)  # by the kernel for one row
-    assert products.served_gated(x[:4], w, bias) is None
-    assert not found
-    for m in (2, 16):
-        y = products.served_linear(x[None, :m], w, bias)
-        assert y.shape == (1, m, 16)
-        assert near(y[0], x[:m].double(), w.double(), bias.double())
-    assert found == [2, 16]
-    monkeypatch.setattr(products, "is_hopper", lambda *_: False)
-    products.served_linear(x[:4], w, bias)
-    assert found == [2, 16]
-
-
 @pytest.mark.parametrize("biased", [False, True])
 def test_which_float8_products_it_is(biased, found, monkeypatch):
     """More rows than those that are not rounded; results as PyTorch's product in float8 has them by definition."""

@@ -117,6 +117,10 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
                 shape=(1, out, width))  # fmt: skip
         found.append((f"product of 1 row, {out}x{width} bf16", op, partial(_row, setting, out, width)))
     for m, (out, width) in product((2, 8, 16, 64), ((28672, 4096), (4096, 14336))):
+        op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=2.0 * (out * width + m * (width + out)),
+                dtype="bf16", shape=(m, out, width))  # fmt: skip
+        found.append((f"product of {m} rows, {out}x{width} bf16", op, partial(_rows, setting, m, out, width)))
+    for m, (out, width) in product((2, 8, 16, 64), ((28672, 4096), (4096, 14336))):
         op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=out * width + 2.0 * m * (width + out),
                 dtype="bf16", shape=(m, out, width), weight_dtype="fp8")  # fmt: skip
         found.append((f"fp8 product, {m} rows, {out}x{width}", op, partial(_float8_rows, setting, m, out, width)))
@@ -284,9 +288,20 @@ def _row(setting: Setting, out: int, width: int) -> Calls:
                  lambda: F.linear(x.float(), weights[0].float()))  # fmt: skip
 
 
+def _rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
+    """By our kernel for a few rows, which engines do not take in 16 bits yet."""
+    from ridgeline.nn.kernels.skinny import product_of_rows
+
+    weights = [_randn(setting, out, width, dtype=torch.bfloat16) for _ in range(_copies(2.0 * out * width))]
+    x = _randn(setting, rows, width, dtype=torch.bfloat16)
+    return Calls([partial(product_of_rows, x, w) for w in weights], [partial(F.linear, x, w) for w in weights],
+                 lambda: F.linear(x.float(), weights[0].float()))  # fmt: skip
+
+
 def _float8_rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
-    """By codes, beside a cast with PyTorch's product in float8: which of them few rows should take."""
+    """By codes, beside a cast with PyTorch's product in float8 or with ours: which of them few rows should take."""
     from ridgeline.nn.kernels.lowbit_matmul import float8_product
+    from ridgeline.nn.kernels.skinny import product_of_coded_rows
 
     x = _randn(setting, rows, width, dtype=torch.bfloat16)
     held = [layouts(_randn(setting, out, width, dtype=torch.bfloat16), E4M3, True, False)
@@ -299,9 +314,13 @@ def _float8_rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
         a, w = layouts(x, E4M3, True, False), held[0]
         return float8_linear.product(a.rows, a.inverse_scale, w.rows, w.inverse_scale, x.dtype, fast=True)
 
+    def both() -> Tensor:
+        a, w = layouts(x, E4M3, True, False), held[0]
+        return product_of_coded_rows(a.rows, a.inverse_scale, w.rows, w.inverse_scale, arrived, x.dtype)
+
     return Calls([partial(float8_product, x, w.rows, w.inverse_scale, arrived) for w in held],
                  [partial(F.linear, x, w) for w in weights], lambda: F.linear(x.float(), dense),
-                 {"cast and torch": cast})  # fmt: skip
+                 {"cast and torch": cast, "cast and ours": both})  # fmt: skip
 
 
 def _mxfp4(setting: Setting, rows: int, out: int, width: int) -> Calls:

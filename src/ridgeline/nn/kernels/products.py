@@ -10,7 +10,7 @@ the same products, sums in fp32 and one rounding, as oneDNN has them. Few rows w
 
 Of one row in 16 bits on GPUs, in served models, also with weights in float8 codes, by
 :mod:`~ridgeline.nn.kernels.gemv`; of more rows with such codes by :mod:`~ridgeline.nn.kernels.lowbit_matmul`; on
-Hopper, of a few rows in 16 bits, and of more rows in codes with such codes, by :mod:`~ridgeline.nn.kernels.skinny`.
+Hopper, of rows in codes with such codes, by :mod:`~ridgeline.nn.kernels.skinny`.
 
 And what a product of merged projections is: :class:`Product`.
 """
@@ -42,8 +42,6 @@ each of them some microseconds."""
 
 MANY_ROWS = 64
 """Rows from which widening a weight takes less time than products in 16 bits without fast units."""
-SKINNY_ROWS = 16
-"""Most rows in 16 bits that our kernel multiplies on Hopper; of more cuBLAS reads the weight as fast."""
 PART = 1 << 20
 """Numbers of a weight that are widened at once: what is made of them stays in a core's cache."""
 
@@ -195,16 +193,12 @@ def served_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """``F.linear`` of a served model: x [..., k], weight [n, k] → [..., n]."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    if _is_row(x, weight, bias):
-        from ridgeline.nn.kernels.gemv import product_of_row
+    if not _is_row(x, weight, bias):
+        note_library()
+        return F.linear(x, weight, bias)
+    from ridgeline.nn.kernels.gemv import product_of_row
 
-        return product_of_row(x, weight, bias)
-    if _is_skinny(x, weight, bias):
-        from ridgeline.nn.kernels.skinny import product_of_rows
-
-        return product_of_rows(x, weight, bias)
-    note_library()
-    return F.linear(x, weight, bias)
+    return product_of_row(x, weight, bias)
 
 
 def served_gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -257,11 +251,6 @@ def product_of_both_codes(
     from ridgeline.nn.kernels.skinny import product_of_coded_rows
 
     return product_of_coded_rows(x, x_scales, codes, scales, arrived, dtype, bias)
-
-
-def _is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel for a few rows computes it."""
-    return 0 < x.numel() <= SKINNY_ROWS * x.shape[-1] and is_hopper(x.device) and _suits_triton(x, weight, bias)
 
 
 def _is_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
