@@ -44,7 +44,7 @@ from ridgeline.nn.kernels.peaks import GatedGradient, room
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.nn.quant.ternary import Ternary
-from ridgeline.spec.lowbit import FLOAT8_ROWS, striped, wide_bits
+from ridgeline.spec.lowbit import striped, wide_bits
 
 ROWS = 16384
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
@@ -257,15 +257,9 @@ SERVED_WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128
 
 
 def skinny_products() -> Iterator[Case]:
-    """Products of a few rows on Hopper: in 16 bits, and of codes with codes, which heads are not stored in."""
-    for rows, (out, width) in product((8, 16, 64, 128), SERVED_WEIGHTS):
+    """Products of a few rows on Hopper, of codes with codes, which heads are not stored in."""
+    for rows, (out, width) in product((16, 64, 128), SERVED_WEIGHTS):
         quick = (out, width) == (4096, 14336)
-
-        def plain(rows=rows, out=out, width=width):
-            skinny.product_of_rows(e(rows, width), e(out, width))
-
-        if rows <= 64:
-            yield Case(f"skinny bf16 rows={rows} {out}x{width}", plain, quick)
 
         def coded(rows=rows, out=out, width=width):
             skinny.product_of_coded_rows(
@@ -273,7 +267,7 @@ def skinny_products() -> Iterator[Case]:
                 e(out, dtype=I32), BF16,
             )  # fmt: skip
 
-        if rows > FLOAT8_ROWS and out < 128256:
+        if out < 128256:
             yield Case(f"skinny e4m3 rows={rows} {out}x{width}", coded, quick)
 
 

@@ -35,21 +35,8 @@ def near(got, x, w, bias, part=2.0**-20):
 
 
 def launch(m, split):
-    how = next(h for h in skinny.LAUNCHES[2] if m <= h.rows)
+    how = next(h for h in skinny.LAUNCHES if m <= h.rows)
     return how if split else how._replace(programs=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("m", "n", "k"), [(2, 64, 512), (5, 70, 264), (8, 129, 8), (9, 64, 640), (16, 3, 1032),
-                                           (33, 130, 128), (64, 128, 200), (128, 65, 192)])  # fmt: skip
-@pytest.mark.parametrize("split", [False, True])
-def test_sums_are_fp32(dtype, m, n, k, split):
-    x, w, bias = operands(m, n, k, dtype)
-    got = skinny.product_of_rows(x.view(1, m, k), w, bias if split else None, launch(m, split))
-    assert (got.shape, got.dtype) == ((1, m, n), dtype)
-    assert near(got[0], x.double(), w.double(), bias.double() if split else bias.double() * 0)
-    assert torch.equal(got, skinny.product_of_rows(x.view(1, m, k), w, bias if split else None, launch(m, split)))
-    assert not skinny._zeros(x.device).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -70,14 +57,18 @@ def test_codes_are_multiplied_as_they_are(dtype, m, n, k, split):
     assert not given[4].any()
 
 
+def product(x, x_scales, w, scales, bias, how=None):
+    return skinny.product_of_coded_rows(x, x_scales, w, scales, counters(len(w), x.device), torch.bfloat16, bias, how)
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_a_row_depends_on_no_other(split):
     """Neither on what the others hold nor on how many there are, as far as a launch is the same."""
-    x, w, bias = operands(8, 70, 264)
-    whole = skinny.product_of_rows(x, w, bias, launch(8, split))
-    changed = torch.cat([x[:5], x[5:] * 100])
-    for few in (skinny.product_of_rows(x[:5].clone(), w, bias, launch(8, split)),
-                skinny.product_of_rows(changed, w, bias, launch(8, split))):  # fmt: skip
+    x, x_scales, *weight = coded(8, 70, 272)
+    whole = product(x, x_scales, *weight, launch(8, split))
+    changed = torch.cat([x[:5], x[5:].flip(0)])
+    for few in (product(x[:5].clone(), x_scales[:5].clone(), *weight, launch(8, split)),
+                product(changed, x_scales, *weight, launch(8, split))):  # fmt: skip
         assert torch.equal(few[:5], whole[:5])
 
 
@@ -92,28 +83,27 @@ def test_how_inputs_are_split_depends_on_the_weight(monkeypatch):
             return kernel[grid]
 
     monkeypatch.setattr(skinny, "_product_of_rows", Seen())
-    for how in skinny.LAUNCHES[2]:
+    for how in skinny.LAUNCHES:
         grids.clear()
         for m in (how.rows // 2 + 1, how.rows):
-            x, w, bias = operands(m, 200, 1024)
-            skinny.product_of_rows(x, w, bias)
+            product(*coded(m, 200, 2048))
         assert grids[0] == grids[1]
         tiles, splits = grids[0]
-        assert (tiles, 1 < splits <= 1024 * 2 // how.bytes) == (-(-200 // how.outputs), True)
+        assert (tiles, 1 < splits <= 2048 // how.bytes) == (-(-200 // how.outputs), True)
 
 
 @pytest.fixture
 def found(monkeypatch):
     """Rows that the kernel multiplied as on Hopper, of layers on any device."""
-    rows, plain = [], skinny._multiply
+    rows, plain = [], skinny.product_of_coded_rows
 
     def count(x, *more):
-        rows.append(x.numel() // x.shape[-1])
+        rows.append(len(x))
         return plain(x, *more)
 
     for name in ("_for_triton", "is_hopper"):
         monkeypatch.setattr(products, name, lambda *_: True)
-    monkeypatch.setattr(skinny, "_multiply", count)
+    monkeypatch.setattr(skinny, "product_of_coded_rows", count)
     return rows
 
 

@@ -20,7 +20,8 @@ TRAINED = {
     "fp8": [*BASE, "fp8"],
     "fp8 by rows": [*BASE, "fp8:scaling=rowwise"],
 }
-SERVED = {"bf16": [], "int8": ["rtn:bits=8,group_size=128"], "int4": ["rtn:bits=4,group_size=128"], "fp8": ["fp8"]}
+SERVED = {"bf16": [], "int8": ["rtn:bits=8,group_size=128"], "int4": ["rtn:bits=4,group_size=128"], "fp8": ["fp8"],
+          "mxfp4": ["mxfp4:layers=all"]}  # fmt: skip
 
 
 def measured(part):

@@ -30,6 +30,8 @@ from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.nn.quant.ternary import ZEROS, Ternary, TernaryLinear
+from ridgeline.predict.operators.codes import CODES
+from ridgeline.spec.lowbit import MANY_ROWS
 from ridgeline.techniques.precision import fp8_linear_torch as float8_linear
 
 ERROR = 2e-2
@@ -70,7 +72,8 @@ def cells(setting: Setting) -> list[Cell]:
         for m in (1, 16) if setting.small else (1, 16, 64, 512, 4096):
             held = out * width * bits / 8 + 2 * out * width / GROUP
             op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=held + (m * width + m * out) * size,
-                    dtype=name, shape=(m, out, width), weight_dtype=f"int{bits}")  # fmt: skip
+                    dtype=name, shape=(m, out, width), weight_dtype=f"int{bits}",
+                    kernel=_kernel(f"int{bits}", m))  # fmt: skip
             label = f"int{bits} product, {m} rows, {out}x{width}"
             found.append((label, op, partial(_codes, setting, m, out, width, bits, dtype)))
     if setting.kind == "cuda":
@@ -117,17 +120,13 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
                 shape=(1, out, width))  # fmt: skip
         found.append((f"product of 1 row, {out}x{width} bf16", op, partial(_row, setting, out, width)))
     for m, (out, width) in product((2, 8, 16, 64), ((28672, 4096), (4096, 14336))):
-        op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=2.0 * (out * width + m * (width + out)),
-                dtype="bf16", shape=(m, out, width))  # fmt: skip
-        found.append((f"product of {m} rows, {out}x{width} bf16", op, partial(_rows, setting, m, out, width)))
-    for m, (out, width) in product((2, 8, 16, 64), ((28672, 4096), (4096, 14336))):
         op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=out * width + 2.0 * m * (width + out),
-                dtype="bf16", shape=(m, out, width), weight_dtype="fp8")  # fmt: skip
+                dtype="bf16", shape=(m, out, width), weight_dtype="fp8", kernel=_kernel("fp8", m))  # fmt: skip
         found.append((f"fp8 product, {m} rows, {out}x{width}", op, partial(_float8_rows, setting, m, out, width)))
     for m, (out, width) in product((1, 8, 64, 512), ((14336, 4096), (2880, 2880))):
         op = Op("product", "", "gemm", flops=2.0 * m * out * width,
                 bytes=out * width * 17 / 32 + 2.0 * m * (width + out), dtype="bf16", shape=(m, out, width),
-                weight_dtype="mxfp4")  # fmt: skip
+                weight_dtype="mxfp4", kernel=_kernel("mxfp4", m))  # fmt: skip
         found.append((f"MXFP4 product, {m} rows, {out}x{width}", op, partial(_mxfp4, setting, m, out, width)))
     ternary = Op("product", "", "gemm", flops=2.0 * 4096 * 4096, bytes=4096 * 4096 * 0.1, dtype="bf16",
                  shape=(1, 4096, 4096))  # fmt: skip
@@ -136,6 +135,10 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
               shape=(16384, 128256, 3 * 2048))  # fmt: skip
     found.append(("head and loss in chunks, 16384x2048 into 128256", loss, partial(_chunked, 16384, 2048, 128256)))
     return found
+
+
+def _kernel(codes: str, rows: int) -> str:
+    return CODES + codes if rows <= MANY_ROWS else ""
 
 
 def _op(kind: str, moved: float, dtype: str) -> Op:
@@ -285,16 +288,6 @@ def _row(setting: Setting, out: int, width: int) -> Calls:
     weights = [_randn(setting, out, width, dtype=torch.bfloat16) for _ in range(_copies(2.0 * out * width))]
     x = _randn(setting, 1, width, dtype=torch.bfloat16)
     return Calls([partial(served_linear, x, w) for w in weights], [partial(F.linear, x, w) for w in weights],
-                 lambda: F.linear(x.float(), weights[0].float()))  # fmt: skip
-
-
-def _rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
-    """By our kernel for a few rows, which engines do not take in 16 bits yet."""
-    from ridgeline.nn.kernels.skinny import product_of_rows
-
-    weights = [_randn(setting, out, width, dtype=torch.bfloat16) for _ in range(_copies(2.0 * out * width))]
-    x = _randn(setting, rows, width, dtype=torch.bfloat16)
-    return Calls([partial(product_of_rows, x, w) for w in weights], [partial(F.linear, x, w) for w in weights],
                  lambda: F.linear(x.float(), weights[0].float()))  # fmt: skip
 
 

@@ -87,7 +87,7 @@ class Question:
     def metric(self) -> str:
         """The metric that the goal ranks by."""
         if self.goal == "latency":
-            return "step_time_s" if self.training else "tpot_s" if self.workload.kind == "serve" else "e2e_s"
+            return "step_time_s" if self.training else "e2e_s"
         return {"throughput": "tokens_per_s", "cost": "dollars_per_million_tokens", "memory": "peak_bytes"}[self.goal]
 
     def weight(self, cluster: Cluster) -> float:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ridgeline.graph.graph import LATENT, Op
 from ridgeline.predict.machine import Machine, machine
 from ridgeline.predict.operators.attention_time import attention_time
+from ridgeline.predict.operators.codes import codes_seconds
 from ridgeline.predict.operators.gemm import constants, gemm_time, quantize_time
 from ridgeline.spec.device import DTYPE_BYTES, Device, Rate
 from ridgeline.spec.lowbit import GEMM_ROWS, kv_bytes
@@ -131,7 +132,9 @@ def _modeled(op: Op, m: Machine) -> Timed:
         rows, n, k = op.shape
         k = max(1, k // 2) if op.sparse else k  # twice the dense rate
         t = gemm_time(m, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0), op.reuse)
-        return Timed(more + t.seconds, t.bound, m.source, m.spread("gemm"))
+        codes = codes_seconds(op, m) if op.kernel else 0.0
+        return Timed(more + max(t.seconds, codes), t.bound if t.seconds >= codes else "compute", m.source,
+                     m.spread("gemm"))  # fmt: skip
     if op.kind == "bmm" and len(op.shape) == 4:
         batch, rows, n, k = op.shape
         t = gemm_time(m, op.dtype, batch * rows, n, k, batch, op.bytes)

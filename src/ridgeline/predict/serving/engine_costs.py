@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.graph.graph import LATENT, Block, Graph, Op, changed
+from ridgeline.predict.operators.codes import CODES
 from ridgeline.spec.device import DTYPE_BYTES, Device
 from ridgeline.spec.errors import unknown
 from ridgeline.spec.experiment import Experiment
@@ -460,12 +461,15 @@ def _by_codes(ops: dict[str, Op], wide: str) -> dict[str, Op]:
         count = max(1.0, o.experts)
         if o.weight_dtype == o.dtype == "fp8" and rows <= FLOAT8_ROWS * count:
             out.pop(f"{name}.quantize", None)
-            o = changed(o, dtype=wide, bytes=o.bytes + rows * inner)
+            # Of one row by the kernel of 16-bit weights.
+            o = changed(o, dtype=wide, bytes=o.bytes + rows * inner, kernel=CODES + "fp8" if rows > count else "")
         elif o.dtype == wide and rows > MANY_ROWS * count:
             whole = count * o.shape[-2] * inner * DTYPE_BYTES[wide]
             moved = o.weight_bytes + whole
             out[f"{name}.expand"] = Op(f"{name}.expand", o.module, "cast", bytes=moved, dtype=wide)
             o = changed(o, bytes=o.bytes - o.weight_bytes + whole, weight_bytes=whole, weight_dtype="")
+        elif o.dtype == wide:
+            o = changed(o, kernel=CODES + (o.kernel or o.weight_dtype))
         out[name] = o
     return out
 

@@ -95,8 +95,8 @@ def _shrink(b: Block, part: str, native: bool) -> None:
 
 
 def _narrow(op: Op, width: float, native: bool) -> Op:
-    low = narrow(op, BITS / 8, width, "int4")
+    low = changed(narrow(op, BITS / 8, width, "int4"), kernel="mxfp4")
     if not native:
         return low
     rows, _, inner = op.shape
-    return changed(low, bytes=low.bytes - rows * inner * (width - 1.0), dtype="fp8", weight_dtype="")
+    return changed(low, bytes=low.bytes - rows * inner * (width - 1.0), dtype="fp8", weight_dtype="", kernel="")
