@@ -162,6 +162,19 @@ def test_calls_of_functions_are_learned_and_the_functions_are_shown(tools, tmp_p
         read_examples(file, Template(TEMPLATES["chatml"], "chatml"))
 
 
+def test_a_template_may_refuse_what_is_left_without_calls(tmp_path):
+    """As Mistral's: users and the assistant take turns, but for its calls and what they give."""
+    turns = (
+        "{% set ns = namespace(turn=0) %}{% for m in messages if not m.tool_calls and m.role != 'tool' %}"
+        "{% if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% set ns.turn = ns.turn + 1 %}{% endfor %}"
+    )
+    file = tmp_path / "calls.jsonl"
+    file.write_text(json.dumps({"messages": TALK, "conversations": None}), encoding="utf-8")
+    (example,), _ = read_examples(file, Template(turns + CALLS, "turns"))
+    assert learned(example) == ["!look(sky)</s>", "It is.</s>"]
+
+
 def test_prompts_and_completions_of_messages_parts_and_a_system_text_beside_them(tmp_path):
     rows = [
         {"prompt": CHAT[:4], "completion": CHAT[4:]},
@@ -190,6 +203,9 @@ def read_examples_of(folder, rows):
     return read_examples(file, None)
 
 
+CALLING = '{"messages": [{"role": "assistant", "tool_calls": [{"function": %s}]}]}'
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -198,6 +214,11 @@ def read_examples_of(folder, rows):
         ('{"messages": [{"role": "user", "content": "?"}]}', "nothing to learn"),
         ('{"messages": [{"role": "user"}]}', "needs a role and a content"),
         ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}', "message 1 needs tool_calls"),
+        (CALLING % '{"name": "f", "arguments": "5"}', "message 1 needs tool_calls"),
+        (CALLING % '{"arguments": {}}', "message 1 needs tool_calls"),
+        (CALLING % '["ab", "cd"]', "message 1 needs tool_calls"),
+        ('{"prompt": [{"role": "assistant", "content": "x"}], "completion": []}', "nothing to learn"),
+        ('{"messages": null}', "its keys: messages"),
         ('{"messages": [{"role": "assistant", "content": "x"}], "tools": "["}', "tools are not JSON"),
         ('{"instruction": "x"}', "'output' is missing"),
         ('{"question": "x"}', "its keys: question"),

@@ -109,9 +109,9 @@ class Template:
         from message ``learned_from`` on. Raises BadRecord, also for tools and calls that the template leaves out."""
         text = self.render(messages, tools=tools)
         silent = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
-        if silent != messages and text == self.render(silent, tools=tools):
+        if silent != messages and self._writes(text, silent, tools):
             raise BadRecord("the chat template does not write tool calls: give another --template")
-        if tools and text == self.render(messages):
+        if tools and self._writes(text, messages, None):
             raise BadRecord("the chat template does not show tools to the model: give another --template")
         spans = []
         for i, message in enumerate(messages):
@@ -123,7 +123,16 @@ class Template:
             if not text.startswith(upto[:start]) or not text.startswith(upto.rstrip()):
                 raise BadRecord("the chat template changes earlier messages when later ones follow")
             spans.append((start, min(len(upto), len(text))))
+        if not spans:
+            raise BadRecord("no message is the assistant's: there is nothing to learn")
         return Example(text, tuple(spans), ends=False)
+
+    def _writes(self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
+        """Whether ``messages`` are written as ``text``, too; a template that refuses them looks at what they lack."""
+        try:
+            return text == self.render(messages, tools=tools)
+        except BadRecord:
+            return False
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
@@ -260,11 +269,12 @@ def read_examples(
 def _example(record: Any, template: Template | None, place: str) -> Example:
     if not isinstance(record, dict):
         raise BadRecord(f"a record must be an object, not {type(record).__name__}")
-    found, context = record.get("messages", record.get("conversations")), record.get("prompt")
+    found = next((record[key] for key in ("messages", "conversations") if record.get(key) is not None), None)
+    context = record.get("prompt")
     learned_from = 0
     if isinstance(context, list) and isinstance(record.get("completion"), list):
         found, learned_from = context + record["completion"], len(context)
-    if found is not None or "messages" in record or "conversations" in record:
+    if found is not None:
         if template is None:
             raise UserError(
                 f"{place}: chat messages need a chat template, and the checkpoint has none",
@@ -325,8 +335,6 @@ def _messages(found: Any, in_parts: bool) -> list[dict[str, Any]]:
         if not isinstance(role, str) or content is None:
             raise BadRecord(f"message {i} needs a role and a content, both text")
         out.append({"role": _ROLES.get(role, role), "content": content, **further})
-    if not any(m["role"] == "assistant" for m in out):
-        raise BadRecord("no message is the assistant's: there is nothing to learn")
     return out
 
 
@@ -335,9 +343,13 @@ def _calls(found: Any, message: int) -> list[dict[str, Any]]:
     calls = []
     try:
         for call in found:
-            function = dict(call["function"])
+            function = {**call["function"]}
             if isinstance(function.get("arguments"), str):
                 function["arguments"] = json.loads(function["arguments"].strip() or "{}")
+            elif function.get("arguments") is None:
+                function["arguments"] = {}
+            if not function["name"] or not isinstance(function["arguments"], dict):
+                raise ValueError
             calls.append({**call, "function": function})
     except (KeyError, TypeError, ValueError):
         what = 'each {"function": {"name": …, "arguments": …}}, with arguments that are JSON'
