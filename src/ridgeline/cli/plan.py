@@ -119,7 +119,7 @@ def plan(
         next_command("predict", files[0])
     else:
         print(f"no feasible plan among {answer.found.counts['considered']} candidates")
-        print("\n".join(f"  {w}" for w in reasons))
+        print("\n".join(f"  {line}" for line in [*answer_tables.load(answer.question.workload), *reasons]))
         if miss:
             print(f"closest miss: {' '.join(brief(miss[0].experiment.plan))}: {miss[1]}")
         print("smallest relaxations:" if ways else "no single relaxation was found")

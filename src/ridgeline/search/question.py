@@ -29,6 +29,10 @@ FALLS_BEHIND = 0.1
 """Share of a simulation's requests that wait at its end, from which an engine is taken not to keep up with arrivals."""
 
 
+_TIMES = ("ttft", "tpot", "itl", "e2e")
+"""What metrics of requests' times begin with."""
+
+
 @dataclass(frozen=True)
 class Question:
     """One planning question. Raises :class:`UserError` for unknown goals, metrics' values or techniques, and for fixed
@@ -37,8 +41,8 @@ class Question:
     model: ModelSpec
     cluster: Cluster
     workload: Workload
-    """Where a serving load is left open and throughput or cost without limits is the goal, all requests come at
-    once: at a low rate, every engine that keeps up has the same."""
+    """Where a serving load is left open and throughput or cost is the goal, or limited, and no time is, all requests
+    come at once: at a low rate, every engine that keeps up has the same."""
     goal: str = "throughput"
     """throughput, latency, cost or memory."""
     slo: Mapping[str, float] = field(default_factory=dict)
@@ -74,7 +78,9 @@ class Question:
                 raise UserError(f"{call.name} is in every plan and forbidden", "leave out --with or --forbid")
         check_apart(techniques_of(self.fixed))
         w = self.workload
-        if isinstance(w, Serve) and w.open_load and self.goal in ("throughput", "cost") and not self.slo:
+        asks_for_throughput = self.goal in ("throughput", "cost") or any(name in HIGHER for name in self.slo)
+        waits = self.goal == "latency" or any(name.startswith(_TIMES) for name in self.slo)
+        if isinstance(w, Serve) and w.open_load and asks_for_throughput and not waits:
             burst = w.model_copy(update={"concurrency": w.requests or REQUESTS})
             object.__setattr__(self, "workload", burst)
 
