@@ -24,6 +24,8 @@ PORTABLE = "portable"
 AFTER_AMPERE = ("hopper", "blackwell")
 """Architectures whose fused attention was measured with kernels other than PyTorch's (see ``catalog/efficiency``)."""
 LATENT = "latent"
+NARROW = "narrow"
+"""An attention kernel whose decode steps have tiles of 16 rows at most."""
 """Kernel of fused attention whose values are its keys (latent attention with absorbed projections)."""
 Role = Literal["", "weight_gradient", "bias_gradient", "regather", "entry"]
 
@@ -92,7 +94,8 @@ class Op:
     kv_dtype: str = ""
     """attention: storage dtype of keys and values; empty: they are of ``dtype``."""
     kernel: str = ""
-    """attention: library of the fused kernel, flash (default), biased, portable, latent or trtllm. gemm: the format of
+    """attention: library of the fused kernel, flash (default), narrow, biased, portable, latent or trtllm.
+    gemm: the format of
     the weight's codes, where its dtype does not say it, and whether a kernel of ours reads them."""
     wan: tuple[float, float] | None = None
     """For a collective: (seconds there and back, bytes/s of each end) of a network that it takes instead of the

@@ -85,6 +85,8 @@ class _Step:
     """Which of them have fewer than ``min_tokens`` before it."""
     forks: list[Sequence] = field(default_factory=list)
     """Those of them that it has made."""
+    copies: bool = False
+    """Whether it copies blocks first."""
     dropped: set[Sequence] = field(default_factory=set)
     """Those that were computed from another token than the step before has chosen in the end."""
     found: Future[_Found] = field(default_factory=Future)
@@ -145,7 +147,7 @@ class AsyncSteps:
             place = {seq: i for i, seq in enumerate(before.ready)}
             step.sources = [place[seq] for seq, _ in items if seq.pending]
         arranged = engine.runner.arrange(step) if self._arranges(step) else None
-        new, row = _Step(), 0
+        new, row = _Step(copies=bool(batch.copies)), 0
         for seq, n in items:
             row += n
             self._advance(new, seq, n, row - 1)
@@ -258,6 +260,10 @@ class AsyncSteps:
                     self.engine.scheduler.remove(fork)
             for seq, before in step.before:
                 seq.pending, seq.n_computed = 0, min(seq.n_computed, before)
+            if step.copies:  # which may not have been made
+                lacking = [seq for seq, _ in step.before if seq in self.engine.scheduler.running]
+                for seq in lacking:
+                    self.engine.scheduler.compute_again(seq)
         self.suspects |= {seq for step in steps for seq, _ in step.before if seq.finish is None}
         self.engine.blocks.reset()  # it may have blocks that were not computed
 

@@ -106,8 +106,8 @@ class Sampler:
         if self.hierarchical and logits.device.type == "cpu" and logits.dtype == torch.float32 and native.library():
             self.adjust(logits, seqs, short)
             return Chosen(torch.tensor(_by_kernel(logits, settings, uniform)), len(seqs))
-        finite = torch.isfinite(logits.amax(1))
         self.adjust(logits, seqs, short)
+        finite = torch.isfinite(logits.amax(1))  # of what is left of a row
         kinds = [0 if s.greedy else 2 if _filters(s) else 1 for s in settings]
         parts, order = [], []
         chosen = Chosen(logits, len(seqs))

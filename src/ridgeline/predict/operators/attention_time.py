@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from ridgeline.graph.graph import LATENT
+from ridgeline.graph.graph import LATENT, NARROW
 from ridgeline.predict.machine import Machine
 from ridgeline.predict.operators.gemm import GemmTime, bounded, constants, gemm_time, lasting_clock, overlapped
 from ridgeline.spec.device import DTYPE_BYTES
@@ -29,6 +29,7 @@ _OVERLAP, _DECODE_OVERLAP = 1.2, 2.0
 _MEMORY_SHARE = 0.85
 """Fraction of the memory bandwidth that a prefill reaches."""
 _LATENT_ROWS = 64
+_NARROW_ROWS = 16
 """Rows of a tile in kernels whose values are their keys: ``BLOCK_SIZE_M`` of deepseek-ai/FlashMLA, and of
 FlashAttention-3 for values of 512."""
 _PACKED_SHARE = 0.88
@@ -75,6 +76,8 @@ def attention_time(
         name = kernel if kernel in decode_table else "flash"
         chosen = decode_table.get(f"{name}.fp8") if narrow else None
         c, each = chosen or decode_table[name], DTYPE_BYTES[kv]
+        if library == NARROW:
+            c = _narrow(c)
         if library == LATENT:  # values that are the keys are not read again
             c, each = _latent(c), 0.5 * each
         return decode(m, c, shape, each, kernel == "mmha", kv if c.narrow else dtype, reuse)
@@ -82,6 +85,12 @@ def attention_time(
     name = library if library in table else "flash"
     given = table.get(f"{name}.fp8") if narrow else None
     return prefill(m, given or table[name], shape, causal, dtype, backward)
+
+
+@lru_cache
+def _narrow(c: DecodeConstants) -> DecodeConstants:
+    """The constants of a kernel with tiles of few rows."""
+    return c.model_copy(update={"rows": min(c.rows, _NARROW_ROWS)})
 
 
 @lru_cache

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ridgeline.graph.graph import LATENT, Block, Graph, Op, changed
+from ridgeline.graph.graph import LATENT, NARROW, Block, Graph, Op, changed
 from ridgeline.predict.operators.codes import CODES
 from ridgeline.spec.device import DTYPE_BYTES, Device
 from ridgeline.spec.errors import unknown
@@ -74,7 +74,8 @@ class EngineCosts:
     overlap: bool = False
     """Whether an iteration is composed while the previous one is running."""
     kernel: str = ""
-    """Library of its attention kernels: flash, trtllm, or packed: one call per sequence on views of the pool (CPU)."""
+    """Library of its attention kernels: flash, narrow (vLLM of 2023 has no tiles, TurboMind and ours narrow ones),
+    trtllm, or packed: one call per sequence on views of the pool (CPU)."""
     fused: bool = True
     """Whether it merges products of the same input, and norms with adjacent operators."""
     casts: bool = False
@@ -164,7 +165,7 @@ ENGINES: dict[str, EngineCosts] = {
             prefill_share=1.0, request_s=20e-3,
             max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, shares=False,
             one_shot=False, budget_of_context=True,
-            spill_tokens=2048, spill_s=120e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
+            spill_tokens=2048, spill_s=120e-6, kernel=NARROW, source="fitted to llama2-70b on 2, 4 and 8 A100",
             fitted_on=("a100-80g-sxm",),
         ),
         EngineCosts(
@@ -198,7 +199,7 @@ ENGINES: dict[str, EngineCosts] = {
             dispatch_s=0.0, iteration_s=0.3e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
             prefill_share=1.0, request_s=1e-3,
             max_num_seqs=128, max_num_batched_tokens=8192, chunked=False, mixes=False, shares=False,
-            one_shot=False, last_apart=True,
+            one_shot=False, last_apart=True, kernel=NARROW,
             source="assumptions: a C++ loop, which keeps ahead of the GPU, and prompts at vllm-2023's rate; last_apart:"
             " TurboMind's LlamaBatch.cc",
         ),
@@ -232,7 +233,7 @@ ENGINES: dict[str, EngineCosts] = {
             dispatch_s=130e-6, iteration_s=70e-6, schedule_s=0.0, sequence_s=20e-6, layer_s=0.0,
             prefill_share=1.0, request_s=4e-3, admission_s=1e-3,
             max_num_seqs=256, max_num_batched_tokens=2048, chunked=False, overlap=True, expand_share=1.0,
-            one_shot=False, casts=True,
+            one_shot=False, casts=True, kernel=NARROW,
             source="one H100 (benchmarks/results/gpu_h100): uncaptured steps of Llama 3.2 1B and prompts of 3.1 8B give"
             " dispatch_s, captured decode steps iteration_s and a bound for sequence_s; what requests take, and that"
             " captured prompts cost the host the same, is assumed. `ridgeline probe` measures all of them on a CPU",
