@@ -1,11 +1,16 @@
 """Many tasks over one base: each request gets the tokens of a model with its adapter alone."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from tests.serving import adapted, adapters_in, ask, engine, greedy, model, run
 
+from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.serve.request import EngineRequest, Invalid
 from ridgeline.spec.errors import UserError
+from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear
+from ridgeline.train.adapter_folder import attach, load_adapter
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,31 @@ def test_every_kind_in_one_batch(folders, plan):
     assert got["r", 0] == greedy(model(), [1, 2, 3], 8)
     eng.adapters.tasks.activate(None)
     assert all(torch.equal(t, before[n]) for n, t in made.state_dict().items())
+
+
+@pytest.mark.parametrize("plan", ["fp8", "rtn:bits=8,group_size=16"])
+def test_over_weights_in_codes(folders, plan):
+    """As over a model with the numbers that the codes stand for; what changes the weights themselves is refused."""
+    from dataclasses import replace
+
+    eng, plain = engine(model(dtype=torch.float32), plan, "multi_adapter"), model(dtype=torch.float32)
+    with torch.no_grad():
+        for name, layer in eng.model.named_modules():
+            if isinstance(layer, StoredFp8Linear):
+                plain.get_submodule(name).weight.copy_(layer.codes.view(torch.float8_e4m3fn).float() * layer.inverse)
+            elif isinstance(layer, PackedLinear):
+                plain.get_submodule(name).weight.copy_(layer.dense())
+    prompt = [(5 * j) % 300 for j in range(21)]
+    for name, folder in folders.items():
+        if name in ("dora", "diff_pruning", "mask_tuning"):
+            with pytest.raises(UserError, match="has codes"):
+                eng.load_adapter(name, folder)
+            continue
+        eng.load_adapter(name, folder)
+        made = deepcopy(plain)
+        attach(made, load_adapter(folder, made.spec))
+        got, _ = run(eng, replace(ask(name, prompt, 6), adapter=name))
+        assert got[name, 0] == greedy(made, prompt, 6), name
 
 
 def test_a_name_loaded_again_shares_nothing_of_the_old(folders):

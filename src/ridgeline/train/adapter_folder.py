@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ridgeline.nn.adapters.adapter import Adapter, merge, put
+from ridgeline.nn.adapters.adapter import Adapter, holds_codes, merge, put
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.nn.checkpoint.peft import OWN, load_lora, load_own, read, save_lora, save_own, state_of
 from ridgeline.nn.model.transformer import Transformer
@@ -112,13 +112,22 @@ def call_text(call: Call) -> str:
 
 
 def adapters(model: Transformer, loaded: Loaded) -> dict[str, Adapter]:
-    """Adapters for the linears of ``model``, left unchanged (:class:`~ridgeline.nn.adapters.adapter.Tasks`)."""
+    """Adapters for the linears of ``model``, left unchanged (:class:`~ridgeline.nn.adapters.adapter.Tasks`). Raises
+    :class:`UserError` for those that change weights of which the model has codes."""
     out: dict[str, Adapter] = {}
+    wide = next(p.dtype for p in model.parameters() if p.is_floating_point())
     for name in dict.fromkeys(n.rpartition(".")[0] for n in loaded.state):
         base = model.get_submodule(name)
+        coded = holds_codes(base)
+        if coded and loaded.technique.reads_weight:
+            raise UserError(
+                f"{call_text(loaded.call)} changes the weight of {name}, of which the model has codes",
+                "use the model without quantization, or merge the adapter before it is quantized",
+            )
         adapter = loaded.technique.around(base)
         for leaf, parameter in adapter.state().items():
-            parameter.data = loaded.state[f"{name}.{leaf}"].to(parameter)
+            dtype = wide if coded else parameter.dtype
+            parameter.data = loaded.state[f"{name}.{leaf}"].to(parameter.device, dtype)
             parameter.requires_grad_(False)
         out[name] = adapter
     return out

@@ -90,6 +90,19 @@ class Adapter(nn.Module):
             self.merged = False
 
 
+def holds_codes(base: nn.Module) -> bool:
+    """Whether a linear layer has codes in place of a weight, which no adapter can read."""
+    return not isinstance(base, QuantizedLinear) and not isinstance(getattr(base, "weight", None), Tensor)
+
+
+def beside(base: Any) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of what is added to a linear layer: those of its weight; fp32 where it :func:`holds_codes`."""
+    device = next(iter([*base.parameters(), *base.buffers()])).device
+    if isinstance(base, QuantizedLinear):
+        return device, base.dtype
+    return device, torch.float32 if holds_codes(base) else base.weight.dtype
+
+
 def dense(base: nn.Module) -> Tensor:
     """The weight [out, in] of a linear layer, this rank's part if it is divided; dequantized."""
     if isinstance(base, QuantizedLinear):

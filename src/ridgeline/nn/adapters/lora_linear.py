@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ridgeline.nn.adapters.adapter import Adapter, dense
+from ridgeline.nn.adapters.adapter import Adapter, beside, dense
 from ridgeline.nn.adapters.dropout import Dropout
 from ridgeline.nn.kernels import products
 from ridgeline.nn.parallel.collectives import linear, local
-from ridgeline.nn.quant.quantized import QuantizedLinear
 
 
 class _Rescale(torch.autograd.Function):
@@ -61,8 +60,7 @@ class LoRALinear(Adapter):
     ) -> None:
         super().__init__(base)
         self.scale, self.dropout, self.layer = scale, dropout, layer
-        device = next(iter([*base.parameters(), *base.buffers()])).device
-        dtype = base.dtype if isinstance(base, QuantizedLinear) else base.weight.dtype
+        device, dtype = beside(base)
         a = torch.empty(rank, base.in_features)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
         self.lora_a = nn.Parameter(a.to(device, dtype))

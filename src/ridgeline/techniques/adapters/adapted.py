@@ -46,6 +46,11 @@ class Adapting(Technique):
         """Create the adapter around one linear layer, initialized so that it has no effect."""
         raise NotImplementedError
 
+    @property
+    def reads_weight(self) -> bool:
+        """Whether its effect depends on the layer's weight itself, so that codes in place of it will not do."""
+        return False
+
     def check_whole(self, e: Experiment) -> None:
         """Refuse tensor parallelism, which only LoRA supports."""
         self.needs("tp" not in e.parallel, "tensor_parallel divides linear layers, and of adapters only those of lora",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ridgeline.nn.adapters.adapter import Adapter, dense
+from ridgeline.nn.adapters.adapter import Adapter, beside, dense
 from ridgeline.nn.parallel.collectives import local
 
 
@@ -18,9 +18,8 @@ class BitFitLinear(Adapter):
 
     def __init__(self, base: Any) -> None:
         super().__init__(base)
-        like = next(base.parameters())
-        dtype = like.dtype if like.is_floating_point() else base.dtype
-        self.adapter_bias = nn.Parameter(torch.zeros(base.out_features, dtype=dtype, device=like.device))
+        device, dtype = beside(base)
+        self.adapter_bias = nn.Parameter(torch.zeros(base.out_features, dtype=dtype, device=device))
 
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
         """The base's output with the bias added."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.adapters.adapter import Adapter
+from ridgeline.nn.adapters.adapter import Adapter, beside
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.errors import UserError
 
@@ -24,12 +24,12 @@ class BottleneckLinear(Adapter):
 
     def __init__(self, base: Any, size: int, generator: torch.Generator | None = None) -> None:
         super().__init__(base)
-        like, width = base.weight, base.out_features
+        width, (device, dtype) = base.out_features, beside(base)
         down = torch.empty(size, width).normal_(std=width**-0.5, generator=generator)
-        self.adapter_down = nn.Parameter(down.to(like))
-        self.adapter_down_bias = nn.Parameter(like.new_zeros(size))
-        self.adapter_up = nn.Parameter(like.new_zeros(width, size))
-        self.adapter_up_bias = nn.Parameter(like.new_zeros(width))
+        self.adapter_down = nn.Parameter(down.to(device, dtype))
+        self.adapter_down_bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
+        self.adapter_up = nn.Parameter(torch.zeros(width, size, dtype=dtype, device=device))
+        self.adapter_up_bias = nn.Parameter(torch.zeros(width, dtype=dtype, device=device))
 
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
         """The sub-layer's output with the adapter applied."""

@@ -68,6 +68,11 @@ class DiffPruning(Adapting):
 
         return adapt(g, e, self.targets, add)
 
+    @property
+    def reads_weight(self) -> bool:
+        """Its effect is a change of the weight."""
+        return True
+
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
         """A zero difference with open gates."""
         from ridgeline.nn.adapters.diff import DiffLinear

@@ -157,6 +157,11 @@ class LoRA(Adapting):
             put(run.model, name, LoRALinear(base, self.rank, self.scale, generator, dropout, i, self.dora))
         run.trainable = lambda name: name.rpartition(".")[2] in self.leaves
 
+    @property
+    def reads_weight(self) -> bool:
+        """DoRA's norms are the weight's."""
+        return self.dora
+
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
         """A low-rank update that starts at zero."""
         import torch

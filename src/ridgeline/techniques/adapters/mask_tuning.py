@@ -62,6 +62,11 @@ class MaskTuning(Adapting):
 
         return adapt(g, e, self.targets, add)
 
+    @property
+    def reads_weight(self) -> bool:
+        """Its effect is a change of the weight."""
+        return True
+
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
         """A mask that keeps all weights."""
         from ridgeline.nn.adapters.mask import MaskLinear
