@@ -460,3 +460,11 @@ def test_what_helps_only_together_is_found():
     best = search(Question(model, cluster, workload, forbid=rest), workers=1).best[0]
     assert few.names == together
     assert best.metrics["tokens_per_s"] >= 0.99 * few.metrics["tokens_per_s"]
+
+
+def test_three_that_help_only_together_are_found():
+    """Long prompts: chunks and continuous batching lose in padded batches, and without both packing changes nothing."""
+    workload = Serve(concurrency=16, requests=48, prompt_len=8192)
+    q = Question(catalog.model("llama3.1-8b"), catalog.cluster("h100-sxm"), workload)
+    best = search(q, workers=1).best[0]
+    assert {"continuous_batching", "chunked_prefill", "padding_free"} <= best.names

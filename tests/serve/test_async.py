@@ -277,6 +277,48 @@ def test_logits_that_are_not_finite_fail_alone():
     assert found == want
 
 
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_row_without_a_token_fails_alone(llama, ahead, kernel):
+    """Of which ``min_tokens`` forbids all that are allowed: by the compiled kernel and by PyTorch's operators."""
+    made = model(dtype=torch.float32)
+    want = told(run(engine(made), *mixed({"drawn": DRAWN}, 6)())[1])
+    eng = engine(made, ends=(7,))
+    if not kernel:
+        eng.sampler.hierarchical = False
+    if ahead:
+        eng.go_ahead()
+    bad = [ask(f"bad{i}", [3, 4], 6, min_tokens=2, **s) for i, s in enumerate(
+        [{"allowed_token_ids": (7,)}, {"stop_token_ids": tuple(range(300)), **DRAWN}])]  # fmt: skip
+    _, events = run(eng, *bad, *mixed({"drawn": DRAWN}, 6)())
+    found = told(events)
+    for i in range(2):
+        tokens, _, ends, _ = found.pop((f"bad{i}", 0))
+        assert (tokens, ends[0][0]) == ([], "error")
+    assert found == want
+
+
+@pytest.mark.parametrize("chunk", [3, 5, 8])
+def test_forks_after_a_step_that_has_failed(llama, chunk):
+    """The next one, launched behind it, was to copy blocks that the forks share."""
+    request = [ask("r", PROMPTS[1], 12, n=3, **DRAWN)]
+    want = told(run(engine(llama, "paged_kv:block_size=4", max_num_batched_tokens=chunk), *request)[1])
+    for fail in range(1, 7):
+        eng, calls = engine(llama, "paged_kv:block_size=4", max_num_batched_tokens=chunk), []
+        eng.go_ahead()
+        plain = eng.runner.execute
+
+        def execute(*args, fail=fail, calls=calls, plain=plain):
+            out = plain(*args)
+            calls.append(out)
+            if len(calls) == fail:
+                raise RuntimeError("boom")
+            return out
+
+        eng.runner.execute = execute
+        assert told(run(eng, *request)[1]) == want
+
+
 def test_python_goes_on_while_a_step_is_computed(llama):
     """On a CPU a step of one's own thread waits for what another thread does after the engine has come back."""
     eng = engine(llama)

@@ -32,7 +32,7 @@ class DeviceUse:
     def bytes(self) -> int:
         """Most bytes of this rank's device that were in use, up to now."""
         if self.device.type != "cuda":
-            return max(0, _resident("rss_peak") - self._before)
+            return max(self._seen, _resident("rss_peak") - self._before)
         free, total = torch.cuda.mem_get_info(self.device)
         given_back = torch.cuda.max_memory_reserved(self.device) - torch.cuda.memory_reserved(self.device)
         return max(self._seen, int(total - free + given_back))

@@ -115,13 +115,14 @@ def settle(q: Question, base: Experiment) -> Settled:
 
     Trials are made beside every other technique, on top of the one that shortens computation most; where the model is
     too large for one device, on top of the least division with which it fits. What does nothing there is tried again
-    beside what is always on: blocks of a cache, for example, need batches that fill it; and beside all others that do
-    nothing, as continuous batching of padded batches, or packed batches that all end at once, gain nothing alone.
+    beside what is always on: blocks of a cache, for example, need batches that fill it; beside all others that do
+    nothing, as continuous batching of padded batches, or packed batches that all end at once, gain nothing alone; and
+    beside all that only lose alone, as continuous batching and chunks of long prompts do in padded batches.
     """
     if base.cluster.parts:  # what pays off on one device is judged without stages, in the first part
         base = base.model_copy(update={"cluster": base.cluster.parts[0]})
     trials = _Trials(q, base)
-    always, required, idle = [], [], []
+    always, required, idle, plain = [], [], [], []
     for cls in q.techniques():
         options = q.choices(cls, base)
         if cls.card.standard and q.goal != "memory" and q.training:
@@ -129,6 +130,7 @@ def settle(q: Question, base: Experiment) -> Settled:
             if seconds and median(seconds) < 1 and max(seconds) <= STANDARD:
                 required.append((cls.card.name, f"{1 / median(seconds):.2g}x as fast in {len(seconds)} trials"))
         elif cls.card.lossless and len(options) == 1 and not options[0].axes():
+            plain.append(options[0])
             ratios = list(trials.ratios(options[0]))
             if ratios and _alike(ratios):
                 idle.append(options[0])
@@ -137,7 +139,9 @@ def settle(q: Question, base: Experiment) -> Settled:
                 always.append((options[0], f"never slower nor larger in {len(ratios)} trials"))
     kept = tuple(t for t, _ in always)
     without_effect = {
-        t.card.name for t in idle if all(_alike(trials.ratios(t, beside)) for beside in (kept, (*kept, *idle)))
+        t.card.name
+        for t in idle
+        if all(_alike(trials.ratios(t, beside)) for beside in (kept, (*kept, *idle), (*kept, *idle, *plain)))
     }
     return Settled(tuple(always), tuple(required), frozenset(without_effect))
 
