@@ -301,7 +301,7 @@ def test_a_row_without_a_token_fails_alone(llama, ahead, kernel):
 @pytest.mark.parametrize("chunk", [3, 5, 8])
 def test_forks_after_a_step_that_has_failed(llama, chunk):
     """The next one, launched behind it, was to copy blocks that the forks share."""
-    request = [ask("r", PROMPTS[1], 12, n=3, **DRAWN)]
+    request = [ask("r", PROMPTS[2], 12, n=3, **DRAWN)]
     want = told(run(engine(llama, "paged_kv:block_size=4", max_num_batched_tokens=chunk), *request)[1])
     for fail in range(1, 7):
         eng, calls = engine(llama, "paged_kv:block_size=4", max_num_batched_tokens=chunk), []
