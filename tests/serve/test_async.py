@@ -302,9 +302,9 @@ def test_a_row_without_a_token_fails_alone(llama, ahead, kernel):
 def test_forks_after_a_step_that_has_failed(llama, chunk):
     """The next one, launched behind it, was to copy blocks that the forks share."""
     request = [ask("r", PROMPTS[2], 12, n=3, **DRAWN)]
-    want = told(run(engine(llama, "paged_kv:block_size=4", max_num_batched_tokens=chunk), *request)[1])
+    want = told(run(engine(llama, max_num_batched_tokens=chunk), *request)[1])
     for fail in range(1, 7):
-        eng, calls = engine(llama, "paged_kv:block_size=4", max_num_batched_tokens=chunk), []
+        eng, calls = engine(llama, max_num_batched_tokens=chunk), []
         eng.go_ahead()
         plain = eng.runner.execute
 
