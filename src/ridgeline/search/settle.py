@@ -93,6 +93,10 @@ class _Trials:
         settled = with_open_options(*candidate(self.base, found))[1]
         return tuple(t for t in settled if type(t) in map(type, found))
 
+    def goes_with(self, t: Technique, others: Iterable[Technique]) -> bool:
+        """Whether ``check`` accepts a technique beside each of ``others``."""
+        return not any(o is not t and refusal(candidate(self.base, (*self.ground, t, o))) for o in others)
+
     def _accepts(self, chosen: Set, t: Technique) -> bool:
         """Whether ``check`` accepts the plan, with ``t`` and without it."""
         return not any(refusal(candidate(self.base, some)) for some in (chosen, (*chosen, t)))
@@ -137,6 +141,7 @@ def settle(q: Question, base: Experiment) -> Settled:
             gains = any(min(pair) < 1 for pair in ratios)
             if gains and all(max(pair) <= _EQUAL for pair in ratios):
                 always.append((options[0], f"never slower nor larger in {len(ratios)} trials"))
+    always = [(t, why) for t, why in always if trials.goes_with(t, [other for other, _ in always])]
     kept = tuple(t for t, _ in always)
     without_effect = {
         t.card.name

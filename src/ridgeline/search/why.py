@@ -10,7 +10,7 @@ from ridgeline import catalog
 from ridgeline.predict.predict import predict
 from ridgeline.predict.quick import quick
 from ridgeline.report.units import percent
-from ridgeline.search.found import WORTH, Answer, Tried
+from ridgeline.search.found import ALIKE, WORTH, Answer, Tried
 from ridgeline.search.question import Question
 from ridgeline.search.search import search
 from ridgeline.search.space import candidate
@@ -124,16 +124,30 @@ def _misses(t: Tried) -> str:
 def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried) -> WhyNot:
     """Compare the best plan that has it with the best of all: which phases grew, or where it is far behind because it
     cannot be in the best plan: why not."""
-    r = predict(other.experiment)
-    grown = {k: v - _phases(reference).get(k, 0.0) for k, v in _phases(r).items()}
-    worse = sorted(((v, k) for k, v in grown.items() if v > 0), reverse=True)[:2]
-    causes = " and ".join(f"{k} +{v:.3g} s" for v, k in worse) or "nothing gets shorter"
+    more, fewer = other.experiment.cluster.size, best.experiment.cluster.size
+    if q.goal == "cost" and more > fewer:
+        causes = f"it takes {more} devices, not {fewer}"
+    elif isinstance(q.workload, Serve):
+        causes = " and ".join(_longer(best, other)) or "no time gets shorter"
+    else:
+        grown = {k: v - _phases(reference).get(k, 0.0) for k, v in _phases(predict(other.experiment)).items()}
+        worse = sorted(((v, k) for k, v in grown.items() if v > 0), reverse=True)[:2]
+        causes = " and ".join(f"{k} +{v:.3g} s" for v, k in worse) or "nothing gets shorter"
     behind = 1 / _ahead(q, best, other)
     if behind > WORTH:
         causes = _beside(q, best, registry()[name]) or causes
     extra = " + ".join(s for s in brief(other.experiment.plan) if s.split(":")[0] == name)
     verdict = "no better" if behind < 1.005 else f"{behind:.2f}x behind the best plan"
     return WhyNot(extra or name, causes, f"its best plan is {verdict}")
+
+
+def _longer(best: Tried, other: Tried) -> Iterator[str]:
+    """Which of requests' times are longer in the other plan: batches and the queue decide, which no kernel's time
+    shows."""
+    for key, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT")):
+        ratio = other.metrics[key] / best.metrics[key] if best.metrics.get(key) else 0.0
+        if ratio >= 1 + ALIKE:
+            yield f"{name} is {ratio:.2f}x as long"
 
 
 def _unproven(q: Question, name: str, best: Tried, other: Tried) -> WhyNot | None:

@@ -163,4 +163,17 @@ def _bounded(latency: float, compute: float, memory: float, source: str, spread:
 def roof_seconds(op: Op, device: Device) -> float:
     """The least time allowed by the device's peak and bandwidth."""
     m = machine(device)
-    return max(op.flops / m.peak(op.dtype), op.bytes / m.bandwidth)
+    moved = least_bytes(op) if op.kind == "attention" else op.bytes
+    return max(op.flops / m.peak(op.dtype), moved / m.bandwidth)
+
+
+def least_bytes(op: Op) -> float:
+    """Memory traffic of attention; of a fused forward pass with keys and values read once for all query heads that share
+    them."""
+    if op.direction != "forward" or len(op.shape) != 6:
+        return op.bytes
+    batch, heads, kv_heads, q_len, kv_len, dim = op.shape
+    width = DTYPE_BYTES[op.dtype]
+    each = kv_bytes(op.kv_dtype, dim) if op.kv_dtype else width
+    cached = (1.0 if op.kernel == LATENT else 2.0) * kv_heads * kv_len * dim * each
+    return min(op.bytes or float("inf"), batch * (2.0 * heads * q_len * dim * width + cached))

@@ -13,7 +13,7 @@ from ridgeline.graph.traffic import step_ops
 from ridgeline.predict.machine import machine
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.host_work import COPIES, host_time
-from ridgeline.predict.operators.kernel import Timed, op_time, roof_seconds
+from ridgeline.predict.operators.kernel import Timed, least_bytes, op_time, roof_seconds
 from ridgeline.predict.step.in_step import ALONE, FETCH, InStepFactors, training_factors
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.result import Row
@@ -476,14 +476,15 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
         if not op.axis:
             here = training_factors(part, g.fused) if cluster.parts else factors
             seconds, roof = seconds_of(op, part, here), roof_seconds(op, part.device)
+        moved = least_bytes(op) if op.kind == "attention" else op.bytes
         old = sums.get(key)
         if old is None:
-            sums[key] = [seconds * n, n, op.flops * n, op.bytes * n, op.link_bytes * n, roof * n]
+            sums[key] = [seconds * n, n, op.flops * n, moved * n, op.link_bytes * n, roof * n]
         else:
             old[0] += seconds * n
             old[1] += n
             old[2] += op.flops * n
-            old[3] += op.bytes * n
+            old[3] += moved * n
             old[4] += op.link_bytes * n
             old[5] += roof * n
     order = sorted(sums.items(), key=lambda item: -item[1][0])
