@@ -168,8 +168,8 @@ def roof_seconds(op: Op, device: Device) -> float:
 
 
 def least_bytes(op: Op) -> float:
-    """Memory traffic of attention; of a fused forward pass with keys and values read once for all query heads that share
-    them."""
+    """Memory traffic of attention; of a fused forward pass with keys and values read once for all query heads that
+    share them."""
     if op.direction != "forward" or len(op.shape) != 6:
         return op.bytes
     batch, heads, kv_heads, q_len, kv_len, dim = op.shape
