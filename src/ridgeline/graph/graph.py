@@ -94,9 +94,8 @@ class Op:
     kv_dtype: str = ""
     """attention: storage dtype of keys and values; empty: they are of ``dtype``."""
     kernel: str = ""
-    """attention: library of the fused kernel, flash (default), narrow, biased, portable, latent or trtllm.
-    gemm: the format of
-    the weight's codes, where its dtype does not say it, and whether a kernel of ours reads them."""
+    """attention: library of the fused kernel, flash (default), narrow, biased, portable, latent or trtllm. gemm: the
+    format of the weight's codes, where its dtype does not say it, and whether a kernel of ours reads them."""
     wan: tuple[float, float] | None = None
     """For a collective: (seconds there and back, bytes/s of each end) of a network that it takes instead of the
     cluster's."""

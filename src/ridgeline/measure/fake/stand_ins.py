@@ -122,7 +122,6 @@ def _streams() -> None:
     """Streams, events and graphs, which only count."""
     cuda = torch.cuda
     cuda.CUDAGraph, cuda.graph = _CUDAGraph, _graph
-    cuda.is_current_stream_capturing = lambda: False  # an engine runs each step before it captures it
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.current_stream = lambda *_: _Stream()
     cuda.stream = lambda _: contextlib.nullcontext()
