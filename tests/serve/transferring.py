@@ -30,13 +30,17 @@ class Side:
     def step(self):
         """What the engine's thread does in one turn → whether there was anything to do."""
         busy = bool(self.calls) or self.engine.has_work()
-        while self.calls:
-            self.calls.popleft()()
-        self.engine.check()
+        self.take_calls()
         if self.engine.has_work():
             self.events += self.engine.step()
             self.engine.check()
         return busy
+
+    def take_calls(self):
+        """The part of a turn before the engine's step."""
+        while self.calls:
+            self.calls.popleft()()
+        self.engine.check()
 
     def count(self, name, **labels):
         return self.registry.get_sample_value(f"ridgeline_transfer_{name}", labels) or 0.0
@@ -87,6 +91,15 @@ def run(sides, until, seconds=60.0):
         if not any(busy):
             time.sleep(0.001)
         assert time.monotonic() < deadline, [side.said for side in sides]
+
+
+def wait_for(side, until, seconds=60.0):
+    """Let a side take calls, but make no step, until ``until()``."""
+    deadline = time.monotonic() + seconds
+    while not until():
+        side.take_calls()
+        time.sleep(0.001)
+        assert time.monotonic() < deadline, side.said
 
 
 def split(prefill, decode, address, *requests):
