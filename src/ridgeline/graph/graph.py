@@ -24,9 +24,9 @@ PORTABLE = "portable"
 AFTER_AMPERE = ("hopper", "blackwell")
 """Architectures whose fused attention was measured with kernels other than PyTorch's (see ``catalog/efficiency``)."""
 LATENT = "latent"
-NARROW = "narrow"
-"""An attention kernel whose decode steps have tiles of 16 rows at most."""
 """Kernel of fused attention whose values are its keys (latent attention with absorbed projections)."""
+NARROW = "narrow"
+"""Kernel of fused attention whose decode steps have tiles of 16 rows at most."""
 Role = Literal["", "weight_gradient", "bias_gradient", "regather", "entry"]
 
 

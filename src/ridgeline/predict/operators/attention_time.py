@@ -28,8 +28,9 @@ _OVERLAP, _DECODE_OVERLAP = 1.2, 2.0
 """Exponent p of ``(compute^p + memory^p)^(1/p)``."""
 _MEMORY_SHARE = 0.85
 """Fraction of the memory bandwidth that a prefill reaches."""
-_LATENT_ROWS = 64
 _NARROW_ROWS = 16
+"""Rows of a tile in kernels with few: those of ``mma.sync``, which ours are made of."""
+_LATENT_ROWS = 64
 """Rows of a tile in kernels whose values are their keys: ``BLOCK_SIZE_M`` of deepseek-ai/FlashMLA, and of
 FlashAttention-3 for values of 512."""
 _PACKED_SHARE = 0.88

@@ -17,7 +17,8 @@ from ridgeline.graph import Graph, Op, tokens_graph
 from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.kernel import op_time
-from ridgeline.predict.serving.engine_costs import FEW_ROWS, EngineCosts, fuse
+from ridgeline.predict.serving.engine_costs import FEW_ROWS, EngineCosts
+from ridgeline.predict.serving.engine_fusions import fuse
 from ridgeline.predict.serving.weight_transfers import weight_transfers
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.experiment import Experiment

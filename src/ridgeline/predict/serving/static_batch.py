@@ -8,7 +8,8 @@ from typing import NamedTuple
 from ridgeline.graph import Graph, decode_graph, prefill_graph
 from ridgeline.predict.common import assemble, beyond_host, metric, peak_note, rank_cluster, rewritten, source_of
 from ridgeline.predict.operators.kernel import peak_flops
-from ridgeline.predict.serving.engine_costs import EngineCosts, engine_of, fuse
+from ridgeline.predict.serving.engine_costs import EngineCosts, engine_of
+from ridgeline.predict.serving.engine_fusions import fuse
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.kv_budget import BLOCK, LESS, Room, room
 from ridgeline.predict.serving.weight_transfers import pass_seconds
