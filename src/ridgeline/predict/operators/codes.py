@@ -1,7 +1,7 @@
 """Products of our kernels for weights in codes on GPUs (:mod:`ridgeline.nn.kernels.lowbit_matmul`): how many codes a
 processor widens and multiplies in a clock, where the memory would deliver more.
 
-Rates are of one H100, by its data sheet's clock: a weight of 14336 outputs and 4096 inputs, of fp8 about the middle of two
+Rates are of one H100, by its data sheet's clock: a weight of 14336 outputs and 4096 inputs, of fp8 between two
 (``benchmarks/results/gpu_h100/kernels.json``). Between numbers of rows they are interpolated; of more rows than a tile
 has, codes are widened again.
 """
