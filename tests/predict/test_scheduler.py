@@ -190,3 +190,13 @@ def test_prompts_that_go_first_hold_up_decoding():
     assert len(apart.gaps) < len(mixed.gaps) + 1
     assert sum(n for _, n in apart.gaps) == sum(n for _, n in mixed.gaps) == 49 + 4
     assert apart.finish[0] > mixed.finish[0], "its tokens wait while the prompt of the other is read"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("record", [False, True])
+def test_a_whole_prompt_does_not_wait_until_all_others_end(padded, record):
+    """One as long as an iteration's budget, which no sequence beside it leaves: it goes in a step of its own."""
+    s = Scheduling(limits=Limits(max_num_batched_tokens=64, chunked=False, padded=padded))
+    asked = [Arrival(0.0, 8, 200), Arrival(0.01, 64, 4)]
+    out = Simulation(Toy(), s, 10**4, 10**6, asked, record=record).run()
+    assert out.first[1] < 0.1 < out.finish[0]

@@ -2,7 +2,8 @@
 
 There are no phases. A sequence that lacks one token decodes, one that lacks many prefills; both are rows of one packed
 batch under a token budget. Running sequences go first, in the order of their admission and those that lack one token
-before those that lack more; then the queue, by priority. When the pool is full, the last admitted sequence of the
+before those that lack more; then the queue, by priority. Where a prompt may not be cut and does not fit beside them, it
+goes in a step without them (vLLM's V0). When the pool is full, the last admitted sequence of the
 lowest priority is preempted: it returns to the front of the queue to be recomputed, and usually finds a prefix of its
 blocks still cached.
 """
@@ -10,7 +11,7 @@ blocks still cached.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ridgeline.serve.block_manager import Blocks, Copy
@@ -96,6 +97,10 @@ class Scheduler:
         batch, lim = StepBatch(), self.limits
         unfinished = [s for s in self.running if s.total > s.n_computed]
         joins = lim.continuous or not unfinished  # beams that wait for others of their search do not block others
+        if joins and self._needs_own_step(unfinished):
+            self._admit(batch)
+            if batch.tokens:
+                return batch
         # Decodes first: a prompt must not delay the next tokens of running sequences.
         for seq in sorted(unfinished, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):
             if seq.admitted < 0:  # preempted meanwhile
@@ -103,16 +108,24 @@ class Scheduler:
             if len(batch.tokens) >= lim.max_num_seqs:  # forks of a request that asks for more than that at once
                 self.drop_draft(seq)
                 continue
-            n = self._share(seq, self._left(batch), not batch.tokens)
+            n = self._share(seq, self._left(batch.tokens.values()), not batch.tokens)
             if n and self._room(seq, n, batch):
                 batch.tokens[seq] = n
         if joins and not batch.preempted:
             self._admit(batch)
         return batch
 
-    def _left(self, batch: StepBatch) -> int:
-        """Number of tokens that one more sequence may add."""
-        most, counts = self.limits.max_num_batched_tokens, batch.tokens.values()
+    def _needs_own_step(self, unfinished: list[Sequence]) -> bool:
+        """Whether the next prompt may not be cut and does not fit beside the running sequences: these wait for a step,
+        as it would otherwise wait until all of them end."""
+        if self.limits.chunked or not self.waiting or not unfinished:
+            return False
+        first = self.waiting[0]
+        return first.total - first.n_computed > self._left([s.total - s.n_computed for s in unfinished])
+
+    def _left(self, counts: Collection[int]) -> int:
+        """Number of tokens that one more sequence may add to a step with ``counts``."""
+        most = self.limits.max_num_batched_tokens
         if not self.limits.padded:
             return most - sum(counts)
         each = most // (len(counts) + 1)
@@ -194,7 +207,7 @@ class Scheduler:
     def _admit(self, batch: StepBatch) -> None:
         most = self.order(self.waiting) if self.order is not None else None
         before = self._admitted
-        while self.waiting and (budget := self._left(batch)) > 0:
+        while self.waiting and (budget := self._left(batch.tokens.values())) > 0:
             if most is not None and self._admitted - before >= most:
                 return
             seq = self._next()
@@ -206,7 +219,7 @@ class Scheduler:
             copies = self._grow(seq, n) if n and (self.whole or self._fits(seq)) else None
             if copies is None:
                 self.blocks.release(seq)
-                if n and not batch.tokens and (idle := self._idle()) is not None:
+                if n and not batch.tokens and not busy and (idle := self._idle()) is not None:
                     self._preempt(idle, batch)
                     self.waiting.remove(seq)
                     self.waiting.appendleft(seq)

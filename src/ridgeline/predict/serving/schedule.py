@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -256,6 +256,12 @@ class Simulation:
         if budget < 0 or need > self.pool.free:
             return None
         ahead = need
+        if self._needs_own_step(going, self.late):
+            rows = {}
+            self._admit(rows, lim.max_num_batched_tokens)
+            if rows:
+                self._pass(rows, 0, 0)
+                return True
         alone = not going or not self.mixes
         for job in sorted(self.late, key=lambda j: j.tokens - j.computed > 1) if self.mixes else self.late:
             if n := self._share(job, budget, alone and not rows):
@@ -333,9 +339,13 @@ class Simulation:
     def _schedule(self) -> dict[SimulatedRequest, int]:
         lim = self.limits
         plan: dict[SimulatedRequest, int] = {}
-        budget = self._left(plan)
+        budget = self._left(plan.values())
         joins = lim.continuous or not self.running
         preempted = self.out.preemptions
+        if self._needs_own_step(0, self.running):
+            self._admit(plan, budget)
+            if plan:
+                return plan
         if not self.mixes:
             for job in [j for j in self.running if not j.decodes]:
                 if job.order >= 0 and (n := self._share(job, budget, not plan)) and self._room(job, n, plan):
@@ -354,13 +364,22 @@ class Simulation:
                 plan[job] = n
                 budget -= n
             if lim.padded or self.out.preemptions > before:  # a preempted sequence may have been in the batch
-                budget = self._left(plan)
+                budget = self._left(plan.values())
         if joins and self.mixes and self.out.preemptions == preempted:
             self._admit(plan, budget)
         return plan
 
-    def _left(self, plan: dict[SimulatedRequest, int]) -> int:
-        most, counts = self.limits.max_num_batched_tokens, plan.values()
+    def _needs_own_step(self, decoding: int, others: Collection[SimulatedRequest]) -> bool:
+        """Whether the next prompt goes in a step without the running sequences: ``decoding`` ones that lack a token,
+        and ``others``."""
+        if self.limits.chunked or not self.mixes or not self.limits.continuous or not self.waiting or not self.running:
+            return False
+        counts = [1] * decoding + [job.tokens - job.computed for job in others]
+        first = self.waiting[0]
+        return first.tokens - first.computed > self._left(counts)
+
+    def _left(self, counts: Collection[int]) -> int:
+        most = self.limits.max_num_batched_tokens
         if not self.limits.padded:
             return most - sum(counts)
         each = most // (len(counts) + 1)
@@ -412,7 +431,7 @@ class Simulation:
             job.order, self.admitted = self.admitted, self.admitted + 1
             self.running[job] = None
             plan[job] = n
-            budget = self._left(plan) if self.limits.padded else budget - n
+            budget = self._left(plan.values()) if self.limits.padded else budget - n
 
     # ---- iterations --------------------------------------------------------------------------------------------------
 
