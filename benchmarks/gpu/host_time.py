@@ -35,8 +35,8 @@ from ridgeline import catalog
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.kernels import gpu, native
 from ridgeline.nn.kernels.ahead_of_time import Driver
-from ridgeline.nn.model import fused
 from ridgeline.nn.model.init import build
+from ridgeline.nn.model.served import fuse_served
 from ridgeline.serve import runner as runners
 from ridgeline.serve.runner import PackedStep, Runner
 from ridgeline.spec.model import ModelSpec
@@ -89,7 +89,7 @@ def served(layers: int, biased: bool) -> tuple[Runner, PackedStep]:
               "head_dim": 16, "vocab_size": 128, "tie_embeddings": False, "qkv_bias": biased}  # fmt: skip
     spec = ModelSpec(**{**catalog.model("llama3.2-1b").model_dump(), **narrow})
     model = build(spec, torch.device("cpu"), torch.bfloat16, seed=0).eval().requires_grad_(False)
-    fused.fuse_served(Facade(model))  # type: ignore[arg-type]
+    fuse_served(Facade(model))  # type: ignore[arg-type]
     made = Runner(model, 256, 16, 64)
     step = PackedStep([], ids=list(range(TOKENS)), at=list(range(TOKENS)))
     blocks = runners.array("i", [0])

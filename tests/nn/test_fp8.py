@@ -7,7 +7,7 @@ import torch
 from tests.serving import model
 
 from ridgeline.nn.kernels import native
-from ridgeline.nn.model import fused
+from ridgeline.nn.model import fused, joined_weights, served
 from ridgeline.nn.quant import codec
 from ridgeline.nn.quant.packed_model import PackedExperts
 from ridgeline.nn.quant.quantized import IntLinear
@@ -293,7 +293,7 @@ def test_stored_layers_are_one_product(biased, units, monkeypatch):
     x = torch.randn(5, 40) * torch.tensor([1e-3, 1.0, 1e4, 0.0, 30.0])[:, None]
     with torch.no_grad():
         alone = torch.cat([p(x) for p in parts], -1)
-        assert fused._served_together(parts)
+        assert joined_weights.lay_served_together(parts)
         assert torch.equal(torch.cat([p(x) for p in parts], -1), alone)
         whole = parts[0].joined(parts)
         got = whole(x)
@@ -312,11 +312,11 @@ def test_stored_layers_are_one_product(biased, units, monkeypatch):
 
 def test_what_differs_is_not_joined():
     layers = [fp8.StoredFp8Linear(torch.nn.Linear(32, 16, bias=bias)) for bias in (True, False)]
-    assert not fused._served_together(layers)
+    assert not joined_weights.lay_served_together(layers)
     hooked = [fp8.StoredFp8Linear(torch.nn.Linear(32, 16, bias=False)) for _ in range(2)]
-    assert fused._served_together(hooked)
+    assert joined_weights.lay_served_together(hooked)
     hooked[1].register_forward_hook(lambda *_: None)
-    assert not fused._served_together(hooked)
+    assert not joined_weights.lay_served_together(hooked)
 
 
 def test_an_experts_input_is_cast_once(monkeypatch):
@@ -336,7 +336,7 @@ def test_an_experts_input_is_cast_once(monkeypatch):
         given = x.clone()
         want = experts(given, counts)
         assert len(cast) == 9
-        fused.join_served(made)
+        served.join_served(made)
         cast.clear()
         got = experts(given, counts)
     assert cast == [(n, width) for n in (5, 3, 4) for width in (made.spec.hidden_size, made.spec.intermediate_size)]

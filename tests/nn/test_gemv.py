@@ -8,8 +8,9 @@ from tests.serving import spec
 from torch import nn
 
 from ridgeline.nn.kernels import functions, gemv, gpu, products
-from ridgeline.nn.model import fused
 from ridgeline.nn.model.init import build
+from ridgeline.nn.model import fused
+from ridgeline.nn.model.served import join_served
 from ridgeline.nn.quant.codes import counters
 from ridgeline.nn.quant.quantized import replace_linears
 from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear
@@ -175,7 +176,7 @@ def test_float8_products_of_a_served_model(found):
     for made in (plain, served):
         made.requires_grad_(False)
         replace_linears(made, StoredFp8Linear)
-    fused.join_served(served)
+    join_served(served)
     ids = torch.tensor([[7, 9]], device=DEVICE)
     with torch.inference_mode():
         both = [made(ids) for made in (plain, served)]

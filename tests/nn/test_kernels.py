@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.nn.kernels import adjacency, functions, native
-from ridgeline.nn.model import fused, fused_loss
+from ridgeline.nn.model import fused, fused_loss, joined_weights
 from ridgeline.nn.model.attention import AttentionBackend, naive_attention
 from ridgeline.nn.model.init import build
 from ridgeline.nn.model.loss import token_loss
@@ -241,7 +241,7 @@ def test_what_is_remembered_of_merged_layers_holds_while_they_are_what_they_were
     mlp, want = made.layers["0"].mlp, plain.layers["0"].mlp
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     parts = [mlp.gate_proj, mlp.up_proj]
-    known = fused._Known(parts)
+    known = joined_weights.Known(parts)
 
     def agree(remembered):
         assert known.holds([mlp.gate_proj, mlp.up_proj]) == remembered
@@ -249,8 +249,8 @@ def test_what_is_remembered_of_merged_layers_holds_while_they_are_what_they_were
 
     with torch.no_grad():
         agree(True)
-        assert fused._merged(x, parts, known) is known.whole
-        assert fused._merged(x.double(), parts, known)[0].dtype == torch.float64
+        assert joined_weights.merged_weights(x, parts, known) is known.whole
+        assert joined_weights.merged_weights(x.double(), parts, known)[0].dtype == torch.float64
         hook = mlp.up_proj.register_forward_hook(lambda *_: None)
         agree(False)
         hook.remove()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from ridgeline import catalog
 from ridgeline.nn.kernels import native
-from ridgeline.nn.model import fused
+from ridgeline.nn.model import fused, joined_weights, served
 from ridgeline.nn.model.attention import Attention, project
 from ridgeline.nn.model.mlp import MLP, expand
 from ridgeline.nn.quant import native_codes, packed_linear, torch_codes
@@ -285,17 +285,17 @@ def test_codes_of_one_input_are_one_product(bits, symmetric):
         groups = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
         held = [[{n: t.clone() for n, t in m.state_dict().items()} for m in group] for group in groups]
         for group, before in zip(groups, held, strict=True):
-            assert fused._lay_codes_together(group)
+            assert joined_weights.lay_codes_together(group)
             assert len({m.codes.words.untyped_storage().data_ptr() for m in group}) == 1
             for m, state in zip(group, before, strict=True):
                 assert all(torch.equal(t, state[n]) for n, t in m.state_dict().items())
-        whole = fused._product_of_codes(x, groups[0])
+        whole = joined_weights.joined_codes_product(x, groups[0])
         assert whole.shape == (1, 5, 128)
         for got, right in zip(fused.project_merged(attention, x, None), want, strict=True):
             torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(fused.expand_merged(mlp, x), inner, rtol=1e-5, atol=1e-5)
         attention.k_proj.codes.words = torch.nn.Parameter(attention.k_proj.codes.words.clone(), requires_grad=False)
-        assert fused._product_of_codes(x, groups[0]) is None  # and each by itself again
+        assert joined_weights.joined_codes_product(x, groups[0]) is None  # and each by itself again
         assert all(torch.equal(a, b) for a, b in zip(fused.project_merged(attention, x, None), want, strict=True))
 
 
@@ -321,7 +321,7 @@ def test_gate_and_up_projection_of_an_expert_are_one_product(changes, monkeypatc
     with torch.inference_mode():
         want = experts(x, counts)
         assert products == [96, 96, 64] * 2
-        fused.join_served(torch.nn.ModuleList([experts]))
+        served.join_served(torch.nn.ModuleList([experts]))
         for moved in (False, True):
             products.clear()
             if moved:

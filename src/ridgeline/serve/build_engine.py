@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ridgeline import catalog
 from ridgeline.nn.checkpoint.files import config_dtype, read_config
 from ridgeline.nn.memory.decoder import find_decoder
-from ridgeline.nn.model.fused import fuse_served
 from ridgeline.nn.model.init import DTYPES, build
+from ridgeline.nn.model.served import fuse_served
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.nn.quant.torch_codes import multiplies_bf16

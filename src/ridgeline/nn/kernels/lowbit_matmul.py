@@ -9,7 +9,8 @@ widened; scales multiply the sums of a group. Sums are fp32.
 Up to ``MANY_ROWS`` of activations are multiplied on tensor cores with the weight as the left operand, more by PyTorch's
 own product with a weight that is expanded first. Up to ``FEW_ROWS`` of them, the warps of a program divide the inputs.
 Of more, where there are few blocks of outputs, the inputs are split between programs; the last of them to finish adds
-the partial sums in order. Imported only where Triton is installed.
+the partial sums in order. The rows of a mixture's experts, sorted by expert, are multiplied in one launch, each by the
+rows of the weight that are its expert's. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -29,6 +30,7 @@ from ridgeline.nn.kernels.dispatch import processors
 from ridgeline.nn.kernels.e2m1 import numbers, powers
 from ridgeline.nn.kernels.e4m3 import widened
 from ridgeline.nn.kernels.early import LINE, prefetch, wait
+from ridgeline.nn.kernels.expert_rows import block_of_rows, most_blocks
 from ridgeline.nn.kernels.partial_sums import add_parts
 from ridgeline.nn.kernels.quick import Quick, blocks, quick
 from ridgeline.nn.kernels.target import capability, shared_memory
@@ -180,15 +182,15 @@ def _fetch_ahead(words, scale, rows, output, word, row_words, scale_row, groups,
 
 @quick
 @triton.jit
-def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, scale_row, groups, per_split,
+def _tiles(x, words, scale, zero, bias, y, parts, arrived, starts, m, n, k, row_words, scale_row, groups, per_split,
            GROUP: tl.constexpr, BITS: tl.constexpr, CENTER: tl.constexpr, HAS_ZERO: tl.constexpr,
            HAS_BIAS: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr, WORDS: tl.constexpr, EVEN_N: tl.constexpr,
            EVEN_K: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-           EARLY: tl.constexpr = False):  # fmt: skip
+           EXPERTS: tl.constexpr = 0, EARLY: tl.constexpr = False):  # fmt: skip
     """``GROUP``: inputs with one scale; 0: all of a row. ``RUN``: those of a block in one group, whole stripes.
     ``WORDS``: of a stripe that are taken at a time. ``per_split``: blocks of a program, each ``WORDS`` words of every
-    row."""
+    row. ``EXPERTS``: whose rows of ``x`` begin at ``starts``, each with ``n`` rows of the weight; 0: there is one."""
     PER: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // BITS
     BLOCK: tl.constexpr = STRIPE * PER
     STRIPES: tl.constexpr = RUN // STRIPE
@@ -196,17 +198,24 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
     # The interpreter runs no assembly, and has no products in bf16.
     dtype: tl.constexpr = x.dtype.element_ty if ASSEMBLY else tl.float32
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    lines = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = lines < m
+    lines, end, of = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), m, rows
+    if EXPERTS:
+        wait(EARLY)  # earlier kernels count the experts' rows
+        expert, line, end = block_of_rows(starts, tl.program_id(2), EXPERTS, BLOCK_M)
+        if line >= end:  # there are fewer blocks of rows than could be
+            return
+        lines, of = line + tl.arange(0, BLOCK_M), expert * n + rows
+    there = lines < end
     along = tl.arange(0, WORDS)
     first = tl.program_id(1) * per_split
     last = tl.minimum(first + per_split, row_words // WORDS)
-    held_at = words + rows[:, None].to(tl.int64) * row_words + along[None, :]
+    held_at = words + of[:, None].to(tl.int64) * row_words + along[None, :]
     x_at = x + lines[None, :].to(tl.int64) * k + along[:, None]
-    if EARLY and AHEAD:
+    if EARLY and AHEAD and not EXPERTS:
         _fetch_ahead(words, scale, tl.minimum(rows, n - 1), tl.program_id(0) * BLOCK_N, first * WORDS, row_words,
                      scale_row, groups, first // (STRIPE // WORDS) * BLOCK, GROUP, RUN, PER, AHEAD)  # fmt: skip
-    wait(EARLY)
+    if not EXPERTS:
+        wait(EARLY)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for part_of_block in tl.range(first, last, num_stages=STAGES):
         if EVEN_N:
@@ -218,10 +227,10 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
         for g in tl.static_range(BLOCK // RUN):
             which = tl.minimum((block * BLOCK + g * RUN) // GROUP, groups - 1) if GROUP else 0
             if GROUP:
-                s = _scales(scale, which * scale_row + rows, rows, rows < n, WHOLE)
+                s = _scales(scale, which * scale_row + of, of, rows < n, WHOLE)
             center = CENTER
             if HAS_ZERO:
-                center = tl.load(zero + which * scale_row + rows, rows < n, other=0).to(tl.float32)[:, None]
+                center = tl.load(zero + which * scale_row + of, rows < n, other=0).to(tl.float32)[:, None]
             part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if GROUP else total
             for i in tl.static_range(g * STRIPES, (g + 1) * STRIPES):
                 inside = there[None, :]
@@ -232,11 +241,11 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, m, n, k, row_words, s
                 part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
             total = total + part * s[:, None] if GROUP else part
     if not GROUP:
-        total *= _scales(scale, rows, rows, rows < n, WHOLE)[:, None]
+        total *= _scales(scale, of, of, rows < n, WHOLE)[:, None]
     inside = (rows < n)[:, None] & there[None, :]
     to = lines[None, :].to(tl.int64) * n + rows[:, None]
     if HAS_BIAS:
-        base = tl.load(bias + rows, rows < n, other=0.0).to(tl.float32)[:, None]
+        base = tl.load(bias + of, rows < n, other=0.0).to(tl.float32)[:, None]
     else:
         base = 0.0
     if SPLIT:
@@ -373,6 +382,12 @@ def _blocks(words: Tensor, width: int, group: int, bits: int, stripe: int) -> _B
     return _Blocks(bits, words.itemsize, stripe, gcd(group, inputs) if group < width else inputs)
 
 
+def _whole(scale: Tensor) -> bool:
+    """Whether scales [groups, out] can be read as words, of several outputs."""
+    narrow, row = scale.dtype in (torch.float16, torch.uint8), scale.shape[1] * scale.itemsize
+    return narrow and scale.stride(0) * scale.itemsize % 4 == row % 4 == scale.data_ptr() % 4 == 0
+
+
 def _few_fit(b: _Blocks, one: bool) -> bool:
     """Whether the tiles of a program of :func:`_few` fit into shared memory; inputs, codes and scales of a warp."""
     each = b.inputs * 2 * (1 if one else FEW_ROWS) + FEW_OUTPUTS * (b.bytes * b.stripe + 4 * b.inputs // b.run)
@@ -433,25 +448,31 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
         dense = expanded(words, scale, zero, k, bits, center, group, stripe, x.dtype)
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype)).to(dtype)
     x = x.contiguous()
-    whole = (
-        scale.dtype in (torch.float16, torch.uint8)
-        and scale.stride(0) * scale.itemsize % 4 == n * scale.itemsize % 4 == scale.data_ptr() % 4 == 0
-    )
     held = _blocks(words, k, group, bits, stripe)
-    group, even = group if group < k else 0, k == held.per * row_words
     one = m == 1 and stripe >= 64  # a thread of a warp loads two inputs at least: copies are of 32 bits or more
     if m <= FEW_ROWS and n <= FEW_MOST and _few_fit(held, one):
         y = torch.empty(m, n, dtype=dtype, device=x.device)
         _few[blocks(n, FEW_OUTPUTS),](
             x, words, scale, words if zero is None else zero, y if bias is None else bias, y, m, n, k, row_words,
-            scale.stride(0), len(scale), bits, float(center), zero is not None, bias is not None, group,
-            held.run, stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0, even, one, whole,
-            isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS,
+            scale.stride(0), len(scale), bits, float(center), zero is not None, bias is not None,
+            group if group < k else 0, held.run, stripe, n % FEW_OUTPUTS == 0, row_words // stripe % FEW_WARPS == 0,
+            k == held.per * row_words, one, _whole(scale), isinstance(_few, Quick), 8, FEW_OUTPUTS, FEW_WARPS,
             FEW_STAGES[bits], AHEAD, num_warps=FEW_WARPS,
         )  # fmt: skip
         return y
-    how = _launch(m, held)
-    tiles = blocks(n, how.block_n), blocks(m, how.block_m)
+    return launch_tiles(x, words, scale, zero, bits, center, group, stripe, arrived, bias, dtype)
+
+
+def launch_tiles(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, center: int, group: int,
+                 stripe: int, arrived: Tensor, bias: Tensor | None, dtype: torch.dtype, starts: Tensor | None = None,
+                 experts: int = 1) -> Tensor:  # fmt: skip
+    """The product by :func:`_tiles`: that of :func:`lowbit_product`, of contiguous rows in 16 bits; with ``starts``,
+    that of :func:`~ridgeline.nn.kernels.grouped_codes.grouped_product`."""
+    m, k = x.shape
+    n, row_words = len(words) // experts, words.shape[1]
+    held = _blocks(words, k, group, bits, stripe)
+    how = _launch(blocks(m, experts), held)
+    tiles = blocks(n, how.block_n), blocks(m, how.block_m) if starts is None else most_blocks(m, experts, how.block_m)
     steps = row_words // how.words
     wanted = round(how.programs * processors(x.device) / (tiles[0] * tiles[1]))
     per_split = blocks(steps, max(1, min(steps, wanted)))
@@ -460,10 +481,11 @@ def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None,
     y = torch.empty(m, n, dtype=dtype, device=x.device)
     parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else y
     _tiles[tiles[0], splits, tiles[1]](
-        x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived, m, n, k,
-        row_words, scale.stride(0), len(scale), per_split, group, bits, float(center), zero is not None,
-        bias is not None, held.run, stripe, how.words, n % how.block_n == 0, even, whole, splits > 1,
-        isinstance(_tiles, Quick), how.block_m, how.block_n, how.stages, AHEAD, num_warps=how.warps,
+        x, words, scale, words if zero is None else zero, y if bias is None else bias, y, parts, arrived,
+        arrived if starts is None else starts, m, n, k, row_words, scale.stride(0), len(scale), per_split,
+        group if group < k else 0, bits, float(center), zero is not None, bias is not None, held.run, stripe, how.words,
+        n % how.block_n == 0, k == held.per * row_words, _whole(scale), splits > 1, isinstance(_tiles, Quick),
+        how.block_m, how.block_n, how.stages, AHEAD, 0 if starts is None else len(starts) - 1, num_warps=how.warps,
     )  # fmt: skip
     return y
 

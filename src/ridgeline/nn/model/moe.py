@@ -17,7 +17,20 @@ from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.model import ModelSpec
 
 
-class Experts(nn.Module):
+class GroupableExperts(nn.Module):
+    """A layer's experts, which may be computed all at once where :meth:`groupable` says so."""
+
+    def groupable(self, rows: Tensor) -> bool:
+        """Whether :meth:`together` can run on such rows."""
+        return False
+
+    def together(self, rows: Tensor, expert: Tensor) -> Tensor:
+        """All experts at once, without a wait for their numbers of rows: ``rows`` [n, h] sorted by ``expert`` [n]
+        → [n, h]."""
+        raise NotImplementedError
+
+
+class Experts(GroupableExperts):
     """The experts' weights, stacked: gate and up [E, f, h], down [E, h, f]; biases [E, f] and [E, h], if any."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -62,8 +75,7 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
     def together(self, rows: Tensor, expert: Tensor) -> Tensor:
-        """The same for all experts at once, without a wait for their numbers of rows: ``rows`` [n, h] sorted by
-        ``expert`` [n] → [n, h]."""
+        """See :class:`GroupableExperts`."""
         last = torch.arange(1, len(self.up_proj) + 1, device=rows.device, dtype=expert.dtype)
         offsets = torch.searchsorted(expert, last).to(torch.int32)
         dtype = compute_dtype(rows)
@@ -80,7 +92,7 @@ class Experts(nn.Module):
         return product(inner, self.down_proj, self.down_bias, self.bias_share)
 
     def groupable(self, rows: Tensor) -> bool:
-        """Whether :meth:`together` can run: PyTorch's grouped product takes 16-bit rows of a multiple of 16 bytes, from
+        """See :class:`GroupableExperts`: PyTorch's grouped product takes 16-bit rows of a multiple of 16 bytes, from
         compute capability 8.0 on."""
         plain = self.linear is F.linear and type(local(self.up_proj)) in (Tensor, nn.Parameter)
         low = compute_dtype(rows) in (torch.bfloat16, torch.float16)
@@ -166,7 +178,7 @@ class MoE(nn.Module):
         rows = tokens[order // self.k]
         if self.on_input:
             rows = (rows * weights.flatten()[order].unsqueeze(-1)).to(tokens.dtype)
-        if self.run is run_here and isinstance(self.experts, Experts) and self.experts.groupable(rows):
+        if self.run is run_here and isinstance(self.experts, GroupableExperts) and self.experts.groupable(rows):
             rows = self.experts.together(rows, pairs[order])
         else:
             rows = self.run(self.experts, rows, self._counts(pairs))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from ridgeline.nn.checkpoint.files import config_dtype, gguf_file
 from ridgeline.nn.checkpoint.hf_names import links
 from ridgeline.nn.kernels.products import choose_products
 from ridgeline.nn.model.mlp import ACTIVATIONS, gated
-from ridgeline.nn.model.moe import Experts
+from ridgeline.nn.model.moe import Experts, GroupableExperts
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed import Packed
@@ -41,7 +42,17 @@ def _plus(y: Tensor, biases: Tensor | None, e: int, share: float = 1.0) -> Tenso
     return y if biases is None else y + biases[e].to(y.dtype) * share
 
 
-class PackedExperts(nn.Module):
+class Together(Protocol):
+    """Computes all experts of a layer at once."""
+
+    def suits(self, experts: PackedExperts, rows: Tensor) -> bool:
+        """Whether it can."""
+
+    def __call__(self, experts: PackedExperts, rows: Tensor, expert: Tensor) -> Tensor:
+        """``rows`` [n, h] sorted by ``expert`` [n] → [n, h]."""
+
+
+class PackedExperts(GroupableExperts):
     """A mixture's experts as :class:`~ridgeline.nn.model.moe.Experts`, each projection a :class:`PackedLinear`."""
 
     gate_bias: nn.Parameter | None
@@ -62,11 +73,21 @@ class PackedExperts(nn.Module):
         self.up_proj, self.down_proj = nn.ModuleList(up), nn.ModuleList(down)
         self.expand = expand_expert
         """Everything of an expert up to the activation; may be replaced by a fused function."""
+        self.grouped: Together | None = None
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """``rows`` [n, h] sorted by expert, ``counts[e]`` of them for expert e → [n, h] in the same order."""
         parts = torch.split(rows, counts)
         return torch.cat([rows[:0], *(self.one(e, part) for e, part in enumerate(parts) if counts[e])])
+
+    def groupable(self, rows: Tensor) -> bool:
+        """See :class:`GroupableExperts`."""
+        return self.grouped is not None and self.grouped.suits(self, rows)
+
+    def together(self, rows: Tensor, expert: Tensor) -> Tensor:
+        """See :class:`GroupableExperts`."""
+        assert self.grouped is not None
+        return self.grouped(self, rows, expert)
 
     def one(self, e: int, rows: Tensor) -> Tensor:
         """Expert ``e`` of ``rows`` [n, h] → [n, h]."""

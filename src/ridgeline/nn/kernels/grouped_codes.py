@@ -1,0 +1,38 @@
+"""Products of a mixture's experts with low-bit weights in Triton, for CUDA devices: one launch for all of them, which
+waits for no number of rows. Imported only where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.nn.kernels.lowbit_matmul import launch_tiles
+from ridgeline.nn.kernels.quick import power
+from ridgeline.spec.lowbit import MANY_ROWS
+
+
+def suits(rows: int, experts: int, dtype: torch.dtype) -> bool:
+    """Whether that many rows are multiplied by codes: more of an expert are faster by its weight, once expanded."""
+    return 0 < rows <= MANY_ROWS * experts and dtype in (torch.bfloat16, torch.float16)
+
+
+def starts_of(expert: Tensor, experts: int) -> Tensor:
+    """Where each expert's rows begin, int32 [a power of two + 1], of sorted ``expert`` [M]; behind the last one: M."""
+    each = torch.arange(power(experts) + 1, device=expert.device, dtype=expert.dtype)
+    return torch.searchsorted(expert, each, out_int32=True)
+
+
+def grouped_product(x: Tensor, starts: Tensor, experts: int, words: Tensor, scale: Tensor, zero: Tensor | None,
+                    bits: int, center: int, group: int, stripe: int, arrived: Tensor,
+                    bias: Tensor | None = None) -> Tensor:  # fmt: skip
+    """``x`` [M, in] (bf16 or fp16) sorted by expert, each row times its expert's weight, plus its bias → [M, out].
+
+    ``starts``: see :func:`starts_of`. The experts' words are one after the other, int32 [experts · out, …], and so are
+    the columns of ``scale`` and ``zero`` [groups, experts · out] and ``bias`` [experts · out]; the rest as of
+    :func:`~ridgeline.nn.kernels.lowbit_matmul.lowbit_product`.
+    """
+    if zero is not None and zero.stride(0) != scale.stride(0):
+        scale, zero = scale.contiguous(), zero.contiguous()
+    return launch_tiles(x.contiguous(), words, scale, zero, bits, center, group, stripe, arrived, bias, x.dtype, starts,
+                        experts)  # fmt: skip
