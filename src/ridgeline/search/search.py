@@ -28,6 +28,7 @@ from ridgeline.search.space import (
     Set,
     Slots,
     batches,
+    beside,
     candidate,
     micro_batches,
     moves_activations,
@@ -245,6 +246,7 @@ def _walk(
 def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found: Found) -> None:
     """Every split and placement of a node. Offloading is only tried where no other placement fits."""
     core = prepare(*candidate(base, node.chosen, node.micro)) if q.training else None
+    possible, apart = beside(node.chosen, space.placements)
     for chosen in space.combinations("split"):
         e, techniques = candidate(base, node.chosen + chosen, node.micro)
         refused = refusal((e, techniques), whole=True)
@@ -252,10 +254,12 @@ def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found
             found.refuse(refused, len(space.placements))
             continue
         parallel = q.training and e.gradient_ranks > 1
-        placements = [p for p in space.placements if not q.training or splits_batch(p) == parallel]
-        if len(placements) < len(space.placements):
+        for reason, n in apart.items():
+            found.refuse(reason, n)
+        placements = [p for p in possible if not q.training or splits_batch(p) == parallel]
+        if len(placements) < len(possible):
             why = "placement: gradients are reduced exactly where there are several data-parallel ranks"
-            found.refuse(why, len(space.placements) - len(placements))
+            found.refuse(why, len(possible) - len(placements))
         _place(q, base, node, chosen, placements, split(core, e, techniques) if core else None, found)
 
 

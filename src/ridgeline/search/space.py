@@ -9,7 +9,8 @@ mesh and shape bounds all their plans from below.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, product
@@ -21,7 +22,15 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Training
-from ridgeline.techniques.registry import check_places, check_techniques, in_order, mesh_axes, resolve, techniques_of
+from ridgeline.techniques.registry import (
+    check_apart,
+    check_places,
+    check_techniques,
+    in_order,
+    mesh_axes,
+    resolve,
+    techniques_of,
+)
 from ridgeline.techniques.technique import Technique
 
 GROUPS = ("mesh", "shape", "split", "placement")
@@ -92,6 +101,32 @@ def refusal(point: tuple[Experiment, list[Technique]], whole: bool = False) -> s
     except Incompatible as why:
         return str(why)
     return ""
+
+
+@lru_cache(maxsize=16384)
+def apart(one: Technique, other: Technique) -> str:
+    """Why the two exclude each other in every plan; empty: they do not."""
+    try:
+        check_apart([one, other])
+    except Incompatible as why:
+        return str(why)
+    return ""
+
+
+def beside(chosen: Set, placements: Iterable[Set]) -> tuple[list[Set], Counter[str]]:
+    """The placements of which no technique excludes one of ``chosen``, and why the others do, with their numbers."""
+    why: dict[Technique, str] = {}
+    kept, refused = [], Counter[str]()
+    for placement in placements:
+        for t in placement:
+            if t not in why:
+                why[t] = next(filter(None, (apart(c, t) for c in chosen)), "")
+        reason = next(filter(None, (why[t] for t in placement)), "")
+        if reason:
+            refused[reason] += 1
+        else:
+            kept.append(placement)
+    return kept, refused
 
 
 def with_open_options(e: Experiment, techniques: list[Technique]) -> tuple[Experiment, list[Technique], str]:
