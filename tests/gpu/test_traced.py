@@ -45,6 +45,7 @@ BUDGETS = {
     "serve mxfp4": ("llama-mini", ["mxfp4:layers=all"], {"prefill": (19, 32), "decode": (17, 25)}),
     "serve fp8": ("llama-mini", ["fp8"], {"prefill": (19, 31), "decode": (17, 25)}),
     "serve moe": ("mixtral-tiny", [], {"prefill": (19, 64), "decode": (17, 64)}),
+    "serve moe mxfp4": ("mixtral-tiny", ["mxfp4"], {"decode": (17, 60)}),
 }
 """Model (two layers of it), plan, and most launches of each step: an addition of some per cent is to be noticed. Steps
 of serving are captured as CUDA graphs: most launches, of which the graph is one, and most kernels of the graph."""
@@ -165,20 +166,20 @@ def test_float8_weights_as_the_device_can(sequences, with_units):
     assert not any(s.wrong for found in (hopper, ampere) for s in found.values())
 
 
-@pytest.mark.parametrize(
-    ("sequences", "kernel"), [pytest.param(1, "few", marks=pytest.mark.nightly), (4, "few"), (64, "tiles")]
-)
-def test_experts_in_mxfp4_take_the_kernels_of_int4(sequences, kernel):
-    """Those of as many rows as they have, one expert after the other, which the host waits for: no graph."""
+@pytest.mark.parametrize("sequences", [pytest.param(1, marks=pytest.mark.nightly), 4, 64])
+def test_experts_in_codes_are_one_product_each_that_waits_for_nothing(sequences):
+    """Gate and up projection of all experts, and the last ones: of a mixture's in MXFP4 as of its int4 ones. More rows
+    than codes are multiplied for (64 prompts) are multiplied expert by expert."""
     plans = ("mxfp4", "rtn:bits=4,group_size=32")
-    floats, steps = traces([serving("mixtral-tiny", plan) for plan in plans], (), sequences)
-    attention = 2 * 2  # of two layers, which mxfp4 leaves as they are
-    found, other = floats["decode"], steps["decode"]
-    assert found.operators[kernel] == other.operators[kernel] - attention > 0
-    assert (found.launches, found.replayed, found.wrong) == (other.launches, 0, [])
-    prompts, others = floats["prefill"].operators, steps["prefill"].operators
-    if sequences == 64:  # 4096 tokens
-        assert prompts["expand"] == others["expand"] - attention == 2 * 4 * 2
+    for found in traces([serving("mixtral-tiny", plan) for plan in plans], (), sequences):
+        step, prompts = found["decode"], found["prefill"]
+        assert step.kernels["tiles"] >= 2 * 2
+        assert step.wrong == prompts.wrong == []
+        assert step.waited == 1  # for the tokens of the step before
+        if sequences == 64:
+            assert prompts.operators["expand"] >= 2 * 4 * 2
+        else:
+            assert prompts.replayed > 0
 
 
 def test_filters_of_a_whole_batch_wait_twice_at_most(traced):

@@ -26,13 +26,14 @@ def adjacent(parts: list[Tensor]) -> Tensor | None:
 
 
 def adjacent_columns(parts: list[Tensor]) -> Tensor | None:
-    """Matrices [g, n_i] whose rows are consecutive parts of the rows of one matrix, as that: [g, Σ n_i]; None if they
-    are not."""
+    """Matrices [g, n_i] that are neighboring columns of one matrix, as these: [g, Σ n_i]; None if they are not."""
     first, width = parts[0], sum(p.shape[1] for p in parts)
-    storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
+    storage, place, row = first.untyped_storage().data_ptr(), first.storage_offset(), first.stride(0)
     for p in parts:
-        same = p.dtype == first.dtype and p.shape[0] == first.shape[0] and p.stride() == (width, 1)
+        same = p.dtype == first.dtype and p.shape[0] == first.shape[0] and p.stride() == (row, 1)
         if not same or p.untyped_storage().data_ptr() != storage or p.storage_offset() != place:
             return None
         place += p.shape[1]
-    return first.detach().as_strided((first.shape[0], width), (width, 1), first.storage_offset())
+    if first.shape[0] > 1 and row < width:
+        return None
+    return first.detach().as_strided((first.shape[0], width), (row, 1), first.storage_offset())

@@ -20,14 +20,12 @@ from ridgeline.spec.lowbit import MANY_ROWS
 
 def group_experts(experts: PackedExperts) -> bool:
     """Compute all experts at once from now on, if their codes are alike; returns whether they are."""
-    first = _first(experts)
-    down = list(experts.down_proj)
-    if not (lay_codes_together(first) and lay_codes_together(down)):
+    if not (lay_codes_together(_first(experts)) and lay_codes_together(list(experts.down_proj))):
         return False
-    wholes = whole_codes(first), whole_codes(down)
-    if wholes[0] is None or wholes[1] is None or wholes[0][1] is not None or wholes[1][1] is not None:
+    wholes = _wholes(experts)
+    if wholes is None:
         return False
-    experts.grouped = GroupedExperts(experts, wholes[0][0], wholes[1][0])
+    experts.grouped = GroupedExperts(experts, wholes)
     return True
 
 
@@ -38,14 +36,23 @@ def _first(experts: PackedExperts) -> list[nn.Module]:
     return [part for pair in zip(experts.gate_proj, experts.up_proj, strict=True) for part in pair]
 
 
-class GroupedExperts:
-    """Experts whose codes are ``first`` (what reads the layer's input) and ``last``, each for all of them."""
+def _wholes(experts: PackedExperts) -> tuple[Stripes, Stripes] | None:
+    """The codes of what reads the layer's input, and of the last projection, of all experts; None: they do not lie
+    together."""
+    first, last = whole_codes(_first(experts)), whole_codes(list(experts.down_proj))
+    if first is None or last is None or first[1] is not None or last[1] is not None:
+        return None
+    return first[0], last[0]
 
-    def __init__(self, experts: PackedExperts, first: Stripes, last: Stripes) -> None:
-        self.first, self.last, self.count = first, last, len(experts.up_proj)
+
+class GroupedExperts:
+    """Experts whose codes lie together. ``wholes``: see :func:`_wholes`."""
+
+    def __init__(self, experts: PackedExperts, wholes: tuple[Stripes, Stripes]) -> None:
+        self.count = len(experts.up_proj)
         self.bias = self._side_by_side(experts)
         # Those of the outer experts tell whether all still are where they were: hundreds would take a host too long.
-        self._known = Known(self._outer(experts), first)
+        self._known = Known(self._outer(experts), wholes)
 
     def suits(self, experts: PackedExperts, rows: Tensor) -> bool:
         """Whether ``rows`` [n, h] are multiplied by codes: more of an expert are faster by its expanded weight."""
@@ -56,7 +63,7 @@ class GroupedExperts:
             and 0 < len(rows) <= MANY_ROWS * self.count
             and experts.bias_share == 1
             and not torch.is_grad_enabled()
-            and self._known.holds(self._outer(experts))
+            and self._wholes(experts) is not None
             and self._biases_hold(experts)
         )
 
@@ -64,15 +71,17 @@ class GroupedExperts:
         """``rows`` [n, h] sorted by ``expert`` [n] → [n, h]."""
         from ridgeline.nn.kernels.grouped_codes import starts_of
 
+        wholes = self._wholes(experts)
+        assert wholes is not None
         starts = starts_of(expert, self.count)
-        inner = self._product(rows, starts, self.first, self.bias)
+        inner = self._product(rows, starts, wholes[0], self.bias)
         if experts.gate_proj is None:
             inner = ACTIVATIONS[experts.activation](inner)
         elif experts.activation == "silu":
             inner = bias_activation(inner, None, "silu")
         else:
             inner = gated(experts.activation, *inner.chunk(2, -1))
-        return self._product(inner, starts, self.last, experts.down_bias)
+        return self._product(inner, starts, wholes[1], experts.down_bias)
 
     def _product(self, x: Tensor, starts: Tensor, c: Stripes, bias: Tensor | None) -> Tensor:
         from ridgeline.nn.kernels.grouped_codes import grouped_product
@@ -81,7 +90,7 @@ class GroupedExperts:
                                c.arrived, None if bias is None else bias.flatten())  # fmt: skip
 
     def _side_by_side(self, experts: PackedExperts) -> Tensor | None:
-        """The biases of ``first``, of which the layer's own become parts."""
+        """The biases of what reads the layer's input, of which the layer's own become parts."""
         gate, up = experts.gate_bias, experts.up_bias
         if gate is None or up is None:
             return up
@@ -95,6 +104,11 @@ class GroupedExperts:
             return up is self.bias
         assert self.bias is not None
         return gate.data_ptr() == self.bias.data_ptr() and up.untyped_storage().data_ptr() == self.bias.data_ptr()
+
+    def _wholes(self, experts: PackedExperts) -> tuple[Stripes, Stripes] | None:
+        """See :func:`_wholes`: as it is known, or found anew where that cannot be remembered."""
+        whole: tuple[Stripes, Stripes] = self._known.whole
+        return whole if self._known.holds(self._outer(experts)) else _wholes(experts)
 
     @staticmethod
     def _outer(experts: PackedExperts) -> list[nn.Module]:
