@@ -32,6 +32,7 @@ from ridgeline.nn.kernels import (
     float8_gated,
     gemv,
     gpu,
+    grouped_codes,
     lowbit_matmul,
     paged_attention,
     paged_store,
@@ -241,6 +242,24 @@ def products() -> Iterator[Case]:
                                          e(out, dtype=I32))  # fmt: skip
 
         yield Case(f"mxfp4 rows={rows} {out}x{width} {NAMES[dtype]}", numbers, out == 4096 and rows in (1, 16, 512))
+    for tokens, kind in (
+        (1, "mxfp4"),
+        (64, "mxfp4"),
+        (2048, "mxfp4"),
+        (64, "int4"),
+    ):  # gpt-oss-120b, four experts a token
+
+        def experts(rows=4 * tokens, out=5760, width=2880, count=128, floating=kind == "mxfp4"):
+            group = 32 if floating else 64
+            stripe = striped(width, 4, group)
+            words = e(count * out, stripe * -(-width // (8 * stripe)), dtype=I32)
+            scale = e(width // group, count * out, dtype=torch.uint8 if floating else F16)
+            grouped_codes.grouped_product(
+                e(rows, width), e(129, dtype=I32), count, words, scale, None, 4, 0 if floating else 8, group, stripe,
+                e(count * out, dtype=I32), e(count * out),
+            )  # fmt: skip
+
+        yield Case(f"experts {kind} rows={4 * tokens} of 128", experts, (tokens, kind) == (64, "mxfp4"))
     for lines, out, width, dtype in ((1, 4096, 4096, BF16), (4, 14336, 4096, BF16)):
 
         def ternary(lines=lines, out=out, width=width, dtype=dtype):

@@ -9,12 +9,6 @@ from torch import Tensor
 
 from ridgeline.nn.kernels.lowbit_matmul import launch_tiles
 from ridgeline.nn.kernels.quick import power
-from ridgeline.spec.lowbit import MANY_ROWS
-
-
-def suits(rows: int, experts: int, dtype: torch.dtype) -> bool:
-    """Whether that many rows are multiplied by codes: more of an expert are faster by its weight, once expanded."""
-    return 0 < rows <= MANY_ROWS * experts and dtype in (torch.bfloat16, torch.float16)
 
 
 def starts_of(expert: Tensor, experts: int) -> Tensor:

@@ -22,6 +22,7 @@ from ridgeline.predict.serving.engine_fusions import fuse
 from ridgeline.predict.serving.weight_transfers import weight_transfers
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.lowbit import MANY_ROWS
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import (
     CAPTURED_SEQUENCES,
@@ -172,11 +173,16 @@ def parts_of(e: Experiment, techniques: list[Technique], cluster: Cluster, engin
     return parts
 
 
-def _waits_for_experts(parts: Parts) -> bool:
-    """Whether our engine's host waits for how many rows each expert has: their weights are codes, and multiply one
-    expert's rows after the other's."""
+def _most_at_once(parts: Parts) -> float:
+    """Tokens up to which our engine's host need not know how many rows each expert has: all, but of experts in codes,
+    more rows of which are multiplied by weights that are expanded, and those in float8 one expert after the other."""
     ops = [o for b in parts.graph(1, 1, 1).blocks for o in b.forward]
-    return any(o.kind == "gemm" and o.weight_dtype and ".experts." in o.name for o in ops)
+    coded = {o.weight_dtype for o in ops if o.kind == "gemm" and o.weight_dtype and ".experts." in o.name}
+    if not coded:
+        return math.inf
+    grouped = all(kind == "mxfp4" or kind.startswith("int") for kind in coded)
+    m = parts.e.model
+    return MANY_ROWS * m.num_experts // m.experts_per_token if grouped else 0
 
 
 class Iterations:
@@ -197,7 +203,7 @@ class Iterations:
         if engine.name == OWN and not (
             captures(e.model)
             and all(t.captured for t in techniques)
-            and not _waits_for_experts(parts_of(e, techniques, cluster, engine))
+            and _most_at_once(parts_of(e, techniques, cluster, engine))
         ):
             engine = replace(engine, graphs=False)
         self.e, self.cluster, self.engine = e, cluster, engine
@@ -222,7 +228,8 @@ class Iterations:
             s.take_workload(e.workload)
         self.speculation = s.speculation
         captured = engine.name == OWN and engine.graphs and device.kind == "gpu" and not s.limits.padded
-        self.captured = captured_tokens(s.limits.max_num_batched_tokens) if captured else []
+        most = min(s.limits.max_num_batched_tokens, _most_at_once(parts)) if captured else 0
+        self.captured = [t for t in captured_tokens(s.limits.max_num_batched_tokens) if t <= most]
         """Tokens of captured iterations with prompts."""
         self.repeat = e.model.num_heads // e.model.num_kv_heads
         logits = 4.0 * e.model.vocab_size / e.parallel.get("tp", 1)
