@@ -7,16 +7,20 @@ from tests.nn.interpreter import DEVICE
 from tests.nn.test_lowbit_triton import off
 from tests.nn.test_packed_linear import record, rows
 
+from ridgeline import catalog
 from ridgeline.nn.kernels import lowbit_matmul
 from ridgeline.nn.kernels.expert_rows import most_blocks
 from ridgeline.nn.kernels.grouped_codes import grouped_product, starts_of
 from ridgeline.nn.model import grouped_experts
 from ridgeline.nn.model.grouped_experts import group_experts
+from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.quant import mxfp4
+from ridgeline.nn.quant.codec import E4M3
 from ridgeline.nn.quant.codes import Stripes
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import BIASES, PackedExperts
 from ridgeline.spec.lowbit import MANY_ROWS
+from ridgeline.techniques.precision.fp8_linear_torch import store_experts
 
 OUT, WIDTH = 40, 256
 
@@ -118,6 +122,29 @@ def test_experts_of_a_served_layer_at_once_and_one_by_one(biased, activation, mo
         assert not layer.groupable(x.float())
         layer.up_proj[0].codes.words = torch.nn.Parameter(layer.up_proj[0].codes.words.clone(), requires_grad=False)
         assert not layer.groupable(x)  # no part of the whole any more
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 0, 3], [11, 0, 9]], ids=str)
+def test_experts_in_float8(counts):
+    """Inputs stay in 16 bits: only results are rounded."""
+    model = torch.nn.Module()
+    shape = catalog.model("mixtral-tiny").model_copy(update={"num_experts": len(counts), "activation": "silu"})
+    model.experts = Experts(shape).to(DEVICE)
+    for i, p in enumerate(model.experts.parameters()):
+        torch.nn.init.normal_(p, std=0.05, generator=torch.Generator(DEVICE).manual_seed(i))
+    store_experts(model)
+    layer = model.experts
+    first = [part for pair in zip(layer.gate_proj, layer.up_proj, strict=True) for part in pair]
+    dense = [(p.codes.view(E4M3).double() * p.inverse).cpu() for p in first]
+    last = [(p.codes.view(E4M3).double() * p.inverse).cpu() for p in layer.down_proj]
+    x = rows(sum(counts), shape.hidden_size).bfloat16()
+    expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(DEVICE)
+    assert group_experts(layer)
+    with torch.inference_mode():
+        got = layer.together(x.to(DEVICE), expert).cpu()
+    want = [F.linear(F.silu(F.linear(part.double(), dense[2 * e])) * F.linear(part.double(), dense[2 * e + 1]), last[e])
+            for e, part in enumerate(x.split(counts))]  # fmt: skip
+    assert off(got, torch.cat(want)) < 2**-6
 
 
 def test_experts_of_several_kinds_stay_apart():

@@ -4,10 +4,12 @@ waits for no number of rows. Imported only where Triton is installed.
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
-from ridgeline.nn.kernels.lowbit_matmul import launch_tiles
+from ridgeline.nn.kernels.lowbit_matmul import BYTE_STRIPE, launch_tiles
 from ridgeline.nn.kernels.quick import power
 
 
@@ -30,3 +32,12 @@ def grouped_product(x: Tensor, starts: Tensor, experts: int, words: Tensor, scal
         scale, zero = scale.contiguous(), zero.contiguous()
     return launch_tiles(x.contiguous(), words, scale, zero, bits, center, group, stripe, arrived, bias, x.dtype, starts,
                         experts)  # fmt: skip
+
+
+def grouped_float8_product(x: Tensor, starts: Tensor, experts: int, codes: Tensor, scales: Tensor, arrived: Tensor,
+                           bias: Tensor | None = None) -> Tensor:  # fmt: skip
+    """The same of weights in e4m3 ``codes`` [experts · out, in] with fp32 ``scales`` [experts · out, 1]: see
+    :func:`~ridgeline.nn.kernels.lowbit_matmul.float8_product`."""
+    k = codes.shape[1]
+    return grouped_product(x, starts, experts, codes.view(torch.uint8), scales.view(1, -1), None, 8, 0, k,
+                           gcd(k, BYTE_STRIPE), arrived, bias)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The experts of a served mixture whose weights are low-bit codes: one product for each projection, on a GPU.
+"""The experts of a served mixture whose weights are codes of few bits: one product for each projection, on a GPU.
 
 Their codes are laid one after the other, gate and up projection of an expert side by side; the layers of single experts
 keep their parts of them.
@@ -6,21 +6,21 @@ keep their parts of them.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.kernels.dispatch import has_triton
 from ridgeline.nn.kernels.functions import bias_activation
-from ridgeline.nn.model.joined_weights import Known, lay_codes_together, whole_codes
+from ridgeline.nn.model.joined_weights import Known, lay_served_together, whole_codes, whole_layer
 from ridgeline.nn.model.mlp import ACTIVATIONS, gated
-from ridgeline.nn.quant.codes import Stripes
 from ridgeline.nn.quant.packed_model import PackedExperts
-from ridgeline.spec.lowbit import MANY_ROWS
 
 
 def group_experts(experts: PackedExperts) -> bool:
     """Compute all experts at once from now on, if their codes are alike; returns whether they are."""
-    if not (lay_codes_together(_first(experts)) and lay_codes_together(list(experts.down_proj))):
+    if not (lay_served_together(_first(experts)) and lay_served_together(list(experts.down_proj))):
         return False
     wholes = _wholes(experts)
     if wholes is None:
@@ -36,34 +36,48 @@ def _first(experts: PackedExperts) -> list[nn.Module]:
     return [part for pair in zip(experts.gate_proj, experts.up_proj, strict=True) for part in pair]
 
 
-def _wholes(experts: PackedExperts) -> tuple[Stripes, Stripes] | None:
-    """The codes of what reads the layer's input, and of the last projection, of all experts; None: they do not lie
-    together."""
-    first, last = whole_codes(_first(experts)), whole_codes(list(experts.down_proj))
-    if first is None or last is None or first[1] is not None or last[1] is not None:
-        return None
-    return first[0], last[0]
+class Whole(Protocol):
+    """The weights of all experts, one after the other."""
+
+    def most_rows(self, device: torch.device) -> int:
+        """Rows of an expert, on average, up to which :meth:`grouped` is the fastest way."""
+
+    def grouped(self, x: Tensor, starts: Tensor, experts: int, bias: Tensor | None) -> Tensor:
+        """``x`` [M, in] sorted by expert times their weights, plus ``bias`` [experts · out] → [M, out]. ``starts``: see
+        :func:`~ridgeline.nn.kernels.grouped_codes.starts_of`."""
+
+
+def _wholes(experts: PackedExperts) -> tuple[Whole, Whole] | None:
+    """The weights of what reads the layer's input, and of the last projection, of all experts; None: they do not lie
+    together, or are of a kind that is not multiplied so."""
+    first, last = _whole(_first(experts)), _whole(list(experts.down_proj))
+    return None if first is None or last is None else (first, last)
+
+
+def _whole(parts: list[nn.Module]) -> Whole | None:
+    if (layer := whole_layer(parts)) is not None:
+        return layer if hasattr(layer, "grouped") and layer.bias is None else None
+    codes = whole_codes(parts)
+    return None if codes is None or codes[1] is not None else codes[0]
 
 
 class GroupedExperts:
     """Experts whose codes lie together. ``wholes``: see :func:`_wholes`."""
 
-    def __init__(self, experts: PackedExperts, wholes: tuple[Stripes, Stripes]) -> None:
+    def __init__(self, experts: PackedExperts, wholes: tuple[Whole, Whole]) -> None:
         self.count = len(experts.up_proj)
         self.bias = self._side_by_side(experts)
         # Those of the outer experts tell whether all still are where they were: hundreds would take a host too long.
         self._known = Known(self._outer(experts), wholes)
 
     def suits(self, experts: PackedExperts, rows: Tensor) -> bool:
-        """Whether ``rows`` [n, h] are multiplied by codes: more of an expert are faster by its expanded weight."""
+        """Whether ``rows`` [n, h] are multiplied so: where experts have more, one after the other is faster."""
+        wholes = self._wholes(experts) if rows.is_cuda and has_triton() and not torch.is_grad_enabled() else None
         return (
-            rows.is_cuda
-            and has_triton()
+            wholes is not None
             and rows.dtype in (torch.bfloat16, torch.float16)
-            and 0 < len(rows) <= MANY_ROWS * self.count
+            and 0 < len(rows) <= self.count * min(w.most_rows(rows.device) for w in wholes)
             and experts.bias_share == 1
-            and not torch.is_grad_enabled()
-            and self._wholes(experts) is not None
             and self._biases_hold(experts)
         )
 
@@ -74,20 +88,14 @@ class GroupedExperts:
         wholes = self._wholes(experts)
         assert wholes is not None
         starts = starts_of(expert, self.count)
-        inner = self._product(rows, starts, wholes[0], self.bias)
+        inner = wholes[0].grouped(rows, starts, self.count, _flat(self.bias))
         if experts.gate_proj is None:
             inner = ACTIVATIONS[experts.activation](inner)
         elif experts.activation == "silu":
             inner = bias_activation(inner, None, "silu")
         else:
             inner = gated(experts.activation, *inner.chunk(2, -1))
-        return self._product(inner, starts, wholes[1], experts.down_bias)
-
-    def _product(self, x: Tensor, starts: Tensor, c: Stripes, bias: Tensor | None) -> Tensor:
-        from ridgeline.nn.kernels.grouped_codes import grouped_product
-
-        return grouped_product(x, starts, self.count, c.words, c.scale, c.zero, c.bits, c.center, c.group, c.stripe,
-                               c.arrived, None if bias is None else bias.flatten())  # fmt: skip
+        return wholes[1].grouped(inner, starts, self.count, _flat(experts.down_bias))
 
     def _side_by_side(self, experts: PackedExperts) -> Tensor | None:
         """The biases of what reads the layer's input, of which the layer's own become parts."""
@@ -105,12 +113,16 @@ class GroupedExperts:
         assert self.bias is not None
         return gate.data_ptr() == self.bias.data_ptr() and up.untyped_storage().data_ptr() == self.bias.data_ptr()
 
-    def _wholes(self, experts: PackedExperts) -> tuple[Stripes, Stripes] | None:
+    def _wholes(self, experts: PackedExperts) -> tuple[Whole, Whole] | None:
         """See :func:`_wholes`: as it is known, or found anew where that cannot be remembered."""
-        whole: tuple[Stripes, Stripes] = self._known.whole
+        whole: tuple[Whole, Whole] = self._known.whole
         return whole if self._known.holds(self._outer(experts)) else _wholes(experts)
 
     @staticmethod
     def _outer(experts: PackedExperts) -> list[nn.Module]:
         lists = (experts.gate_proj, experts.up_proj, experts.down_proj)
         return [each[at] for each in lists if each is not None for at in (0, -1)]
+
+
+def _flat(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.flatten()

@@ -125,7 +125,7 @@ class Known:
         self._parts: list[tuple[nn.Module, type]] = []
         self._held: list[tuple[dict[str, Any], str, Any]] = []
         self._tensors: list[tuple[Tensor, int, int]] = []
-        whole = whole or _whole_layer(parts) or whole_codes(parts) or _whole_weights(parts)
+        whole = whole or whole_layer(parts) or whole_codes(parts) or _whole_weights(parts)
         if whole is not None:
             self._keep(parts, whole)
 
@@ -156,7 +156,7 @@ class Known:
             self.whole = whole
 
 
-def _whole_layer(parts: list[nn.Module]) -> products.Joined | None:
+def whole_layer(parts: list[nn.Module]) -> products.Joined | None:
     """Layers that hold their weights in their own way as one; None if they do not lie together."""
     return parts[0].joined(parts) if _joinable(parts) else None  # type: ignore[operator]
 
@@ -165,7 +165,7 @@ def joined_layer(parts: list[nn.Module], known: Known | None) -> products.Joined
     """The same, as it is known or found anew, of a model that is not trained."""
     if not isinstance(parts[0], products.Joined) or torch.is_grad_enabled():
         return None
-    return known.whole if known is not None and known.holds(parts) else _whole_layer(parts)
+    return known.whole if known is not None and known.holds(parts) else whole_layer(parts)
 
 
 def whole_codes(parts: list[nn.Module]) -> tuple[Stripes, Tensor | None] | None:

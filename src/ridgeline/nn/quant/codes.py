@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ridgeline.nn.quant.packed import Packed, pack_bits, unpack_bits
 from ridgeline.spec.errors import Incompatible
-from ridgeline.spec.lowbit import STRIPES, striped, wide_bits
+from ridgeline.spec.lowbit import MANY_ROWS, STRIPES, striped, wide_bits
 
 BLOCK = 2**20
 """Number of weights that are expanded at a time."""
@@ -203,6 +203,18 @@ class Stripes(Codes):
     def integer_product(self, q: Tensor) -> Tensor:
         """See :class:`Codes`."""
         return self.product(q.to(torch.bfloat16))  # which has them exactly
+
+    def most_rows(self, device: torch.device) -> int:
+        """Rows of an expert up to which :meth:`grouped` is faster than its expanded weight."""
+        return MANY_ROWS
+
+    def grouped(self, x: Tensor, starts: Tensor, experts: int, bias: Tensor | None) -> Tensor:
+        """The product of all experts, whose weights these are, on a GPU: see
+        :func:`~ridgeline.nn.kernels.grouped_codes.grouped_product`."""
+        from ridgeline.nn.kernels.grouped_codes import grouped_product
+
+        given = (self.words, self.scale, self.zero, self.bits, self.center, self.group, self.stripe, self.arrived)
+        return grouped_product(x, starts, experts, *given, bias)
 
     def _product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         from ridgeline.nn.kernels.dispatch import has_triton

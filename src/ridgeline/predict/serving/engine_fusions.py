@@ -126,8 +126,8 @@ def _by_codes(ops: dict[str, Op], wide: str) -> dict[str, Op]:
         count = max(1.0, o.experts)
         if o.weight_dtype == o.dtype == "fp8" and rows <= FLOAT8_ROWS * count:
             out.pop(f"{name}.quantize", None)
-            # Of one row by the kernel of 16-bit weights.
-            o = changed(o, dtype=wide, bytes=o.bytes + rows * inner, kernel=CODES + "fp8" if rows > count else "")
+            # One row is multiplied by the kernel of 16-bit weights.
+            o = changed(o, dtype=wide, bytes=o.bytes + rows * inner, kernel=CODES + "fp8" if rows > 1 else "")
         elif o.dtype == wide and rows > MANY_ROWS * count:
             whole = count * o.shape[-2] * inner * DTYPE_BYTES[wide]
             moved = o.weight_bytes + whole

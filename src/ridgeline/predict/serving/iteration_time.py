@@ -22,7 +22,7 @@ from ridgeline.predict.serving.engine_fusions import fuse
 from ridgeline.predict.serving.weight_transfers import weight_transfers
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.lowbit import MANY_ROWS
+from ridgeline.spec.lowbit import FLOAT8_ROWS, MANY_ROWS
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import (
     CAPTURED_SEQUENCES,
@@ -175,14 +175,17 @@ def parts_of(e: Experiment, techniques: list[Technique], cluster: Cluster, engin
 
 def _most_at_once(parts: Parts) -> float:
     """Tokens up to which our engine's host need not know how many rows each expert has: all, but of experts in codes,
-    more rows of which are multiplied by weights that are expanded, and those in float8 one expert after the other."""
+    more rows of which are multiplied one expert after the other."""
     ops = [o for b in parts.graph(1, 1, 1).blocks for o in b.forward]
-    coded = {o.weight_dtype for o in ops if o.kind == "gemm" and o.weight_dtype and ".experts." in o.name}
+    coded = [o for o in ops if o.kind == "gemm" and o.weight_dtype and ".experts." in o.name]
     if not coded:
         return math.inf
-    grouped = all(kind == "mxfp4" or kind.startswith("int") for kind in coded)
+    kinds = {o.weight_dtype for o in coded}
+    if not all(kind in ("mxfp4", "fp8") or kind.startswith("int") for kind in kinds):
+        return 0
+    casts = "fp8" in kinds and "fp8" in parts.cluster.device.peak_flops
     m = parts.e.model
-    return MANY_ROWS * m.num_experts // m.experts_per_token if grouped else 0
+    return (FLOAT8_ROWS if casts else MANY_ROWS) * m.num_experts // m.experts_per_token
 
 
 class Iterations:

@@ -31,6 +31,7 @@ from ridgeline.nn.model.norm import compute_dtype
 from ridgeline.nn.quant.codec import E4M3, Layouts, encodes_gated, layouts, quantize
 from ridgeline.nn.quant.codes import bare, counters
 from ridgeline.nn.quant.packed_model import BIASES, PackedExperts
+from ridgeline.spec.lowbit import FLOAT8_ROWS, MANY_ROWS
 
 _latest: tuple[weakref.ref[Tensor], int, bool, Layouts] | None = None
 """The last quantized input, its version, whether its rows have scales, and its codes: layers that read the same tensor
@@ -253,6 +254,17 @@ class StoredFp8Linear(Joined):
         """SwiGLU of gates, the first half of the outputs, and the others: [..., in] → [..., out / 2]."""
         y = self._by_codes(x, gated=True)
         return bias_activation(self(x), None, "silu") if y is None else y
+
+    def most_rows(self, device: torch.device) -> int:
+        """Rows of an expert up to which :meth:`grouped` is faster than casts and a product for each; 0: never."""
+        return 0 if self.in_features % 16 else FLOAT8_ROWS if has_float8(device) else MANY_ROWS
+
+    def grouped(self, x: Tensor, starts: Tensor, experts: int, bias: Tensor | None) -> Tensor:
+        """The product of all experts, whose weights these are, on a GPU, with inputs in 16 bits: see
+        :func:`~ridgeline.nn.kernels.grouped_codes.grouped_product`."""
+        from ridgeline.nn.kernels.grouped_codes import grouped_float8_product
+
+        return grouped_float8_product(x, starts, experts, self.codes, self.inverse, self.arrived, bias)
 
     def _by_codes(self, x: Tensor, gated: bool = False) -> Tensor | None:
         return product_of_codes(x, self.codes.view(E4M3), self.inverse, self.arrived, self.bias, gated)
