@@ -148,6 +148,14 @@ def test_geforce_cards_have_no_peer_access_over_pcie():
 # ---- names and clusters -----------------------------------------------------------------------------------------
 
 
+def test_a_later_pcie_is_no_slower_between_processors():
+    """All cards over PCIe say what is left of it beyond four, and those with peer access no less on a later one."""
+    left = {name: dict(catalog.device(name).link.spans).get(4)
+            for name in ("t4", "v100-32g-pcie", "a100-80g-pcie", "l4", "h100-pcie", "rtx3090", "rtx4090")}  # fmt: skip
+    assert None not in left.values()
+    assert left["t4"] == left["v100-32g-pcie"] <= left["a100-80g-pcie"] <= left["h100-pcie"]
+
+
 def test_aliases_point_at_devices():
     for alias, name in catalog.DEVICE_ALIASES.items():
         assert alias not in catalog.devices()
