@@ -90,3 +90,26 @@ def test_more_bandwidth_between_devices_is_that_of_the_whole_path(device):
     assert host_time(update, faster) == host_time(update, e.cluster)
     lever = next(v for v in explain(e, moves=False).levers if v.resource == "bandwidth between devices")
     assert lever.limit > 0.05
+
+
+@pytest.mark.parametrize("plan", ["zero_offload", "zero_offload:delayed=true", "zero_infinity"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_optimizer_on_the_host_is_not_communication(plan, accumulation):
+    e = experiment(batch_size=8 * accumulation, micro_batch_size=1)
+    e = experiments.make(
+        "llama2-7b", "8xa100-80g-sxm", e.workload.model_dump(), ["zero:stage=3", "mixed_precision", plan]
+    )
+    x = explain(e, moves=False)
+    node = {child.name: child.seconds for child in x.tree.children}
+    assert x.result.metrics["exposed_communication_s"].value == pytest.approx(node["communication"], rel=1e-9)
+    assert sum(child.seconds for child in x.tree.children) == pytest.approx(x.tree.seconds, rel=1e-9)
+    updates = [row for row in x.result.breakdown if row.kind == "host_update"]
+    assert updates
+    for row in updates:
+        assert row.phase == "optimizer"
+        assert 0 <= row.exposed_seconds <= row.seconds * (1 + 1e-9)
+        if "delayed" not in plan:  # the device waits for all of it
+            assert row.exposed_seconds == pytest.approx(row.seconds, rel=1e-9)
+    sent = sum(row.seconds for row in x.result.breakdown if row.phase == "communication")
+    hidden = x.result.metrics["hidden_communication_s"].value
+    assert node["communication"] + hidden == pytest.approx(sent, rel=1e-6)

@@ -143,7 +143,7 @@ def _quick(
         "step_time_s": seconds,
         "tokens_per_s": rate,
         "tokens_per_s_per_device": rate / e.world,
-        "exposed_communication_s": step.exposed,
+        "exposed_communication_s": step.exposed_communication,
         "bubble_s": step.bubble,
     }
     out.metrics |= cost_of(e.cluster, rate)
