@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 import typer
@@ -13,6 +14,8 @@ from tests.graph.conftest import FAMILIES as GRAPHS
 from tests.nn.conftest import CONFIGS, PAIRS
 from tests.serve.test_engine import SERVED
 from tests.train.test_families import CONFIGS as TRAINED
+from tests.validate.test_never_fitted import CLASSES as NEVER_FITTED
+from tests.validate.test_never_fitted import predicted
 
 from ridgeline import catalog, experiments
 from ridgeline.cli.base import app
@@ -84,6 +87,28 @@ def test_every_class_of_devices_has_a_prediction_card():
         fitted = bool(catalog.efficiency(device).fitted_on)
         assert ("held-out shapes" in card) == fitted
         assert ("every constant is assumed" in card) == (not fitted)
+        judged = any(row.device == name for table, *_ in NEVER_FITTED.values() for row in table)
+        assert ("No measurement of this class was at hand" in card) <= (not fitted and not judged)
+        assert not judged or "on which no figure was fitted" in card
+
+
+@pytest.mark.parametrize("kind", NEVER_FITTED)
+def test_cards_have_the_errors_on_what_was_never_fitted(kind):
+    table, *_ = NEVER_FITTED[kind]
+    errors = [abs(predicted(row).seconds / row.seconds - 1) for row in table]
+    (architecture,) = {catalog.device(row.device).architecture for row in table}
+    cards = pages()["prediction-cards.md"]()
+    (card,) = (part for part in cards.split("\n## ") if part.startswith(f"{architecture}\n"))
+    rows = re.findall(rf"\| {len(table)} rows \| ([\d.]+) % \(([\d.]+)\)", card)
+    found = [(float(middle) / 100, float(mean) / 100) for middle, mean in rows]
+    assert any(pair == pytest.approx((median(errors), fmean(errors)), abs=0.001) for pair in found)
+
+
+def test_the_card_of_blackwell_has_its_runs():
+    cards = pages()["prediction-cards.md"]()
+    (card,) = (part for part in cards.split("\n## ") if part.startswith("blackwell\n"))
+    assert re.search(r"^\| Llama 3 .* in fp8 .*B200.* \| 5 runs \| mean [\d.]+ % \|$", card, re.M)
+    assert "No training run" not in card
 
 
 # ---- a page per technique -------------------------------------------------------------------------------------------

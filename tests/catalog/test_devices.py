@@ -111,7 +111,7 @@ def test_export_versions_differ_in_their_links():
     assert but_for(a100, a800, "link", "host")
     assert (a100.link.bandwidth, a800.link.bandwidth) == (300e9, 200e9)
     h100, h800 = catalog.device("h100-sxm"), catalog.device("h800")
-    assert but_for(h100, h800, "link", "peak_flops")
+    assert but_for(h100, h800, "link", "peak_flops", "host")
     assert h800.link.bandwidth == 200e9 < h100.link.bandwidth == 450e9
     differing = {k for k in h100.peak_flops if h100.peak_flops[k] != h800.peak_flops[k]}
     assert differing == {"fp64"}

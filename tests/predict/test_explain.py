@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline import experiments
+from ridgeline import catalog, experiments
+from ridgeline.graph.graph import Op
 from ridgeline.predict import predict
 from ridgeline.predict.explain import GAIN, RESOURCE_NAMES, RESOURCES, explain, improved
+from ridgeline.predict.operators.collective_time import collective_time
+from ridgeline.predict.operators.host_work import host_time
 
 
 def experiment(**more):
@@ -71,3 +74,42 @@ def test_moves_gain_what_they_say():
     again = predict(experiments.make("llama2-7b", "8xa100-80g-sxm", e.workload.model_dump(), plan))
     ratio = x.tree.seconds / again.metrics["step_time_s"].value
     assert ratio - 1 == pytest.approx(flash.gain)
+
+
+@pytest.mark.parametrize("device", ["rtx4090", "rtx4090-xeon-6230", "l40s", "a6000", "h100-pcie", "a100-80g-sxm"])
+def test_more_bandwidth_between_devices_is_that_of_the_whole_path(device):
+    """Host bridges, sockets and host memory are parts of it; an optimizer on the host gains nothing."""
+    d = catalog.device(device)
+    e = experiments.make("llama2-7b", f"8x{device}", {"kind": "pretrain", "seq_len": 512, "batch_size": 8},
+                         ["tensor_parallel:degree=8", "mixed_precision"])  # fmt: skip
+    big = Op("all_gather", "communication", "all_gather", link_bytes=8e9, ranks=8, axis="tp")
+    update = Op("adamw", "optimizer", "host_update", bytes=1e9, axis="host")
+    faster = e.cluster.model_copy(update={"device": improved(d, "link", 4)})
+    now, then = (collective_time(big, cluster).seconds for cluster in (e.cluster, faster))
+    assert now / then == pytest.approx(4, rel=0.05)
+    assert host_time(update, faster) == host_time(update, e.cluster)
+    lever = next(v for v in explain(e, moves=False).levers if v.resource == "bandwidth between devices")
+    assert lever.limit > 0.05
+
+
+@pytest.mark.parametrize("plan", ["zero_offload", "zero_offload:delayed=true", "zero_infinity"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_optimizer_on_the_host_is_not_communication(plan, accumulation):
+    e = experiment(batch_size=8 * accumulation, micro_batch_size=1)
+    e = experiments.make(
+        "llama2-7b", "8xa100-80g-sxm", e.workload.model_dump(), ["zero:stage=3", "mixed_precision", plan]
+    )
+    x = explain(e, moves=False)
+    node = {child.name: child.seconds for child in x.tree.children}
+    assert x.result.metrics["exposed_communication_s"].value == pytest.approx(node["communication"], rel=1e-9)
+    assert sum(child.seconds for child in x.tree.children) == pytest.approx(x.tree.seconds, rel=1e-9)
+    updates = [row for row in x.result.breakdown if row.kind == "host_update"]
+    assert updates
+    for row in updates:
+        assert row.phase == "optimizer"
+        assert 0 <= row.exposed_seconds <= row.seconds * (1 + 1e-9)
+        if "delayed" not in plan:  # the device waits for all of it
+            assert row.exposed_seconds == pytest.approx(row.seconds, rel=1e-9)
+    sent = sum(row.seconds for row in x.result.breakdown if row.phase == "communication")
+    hidden = x.result.metrics["hidden_communication_s"].value
+    assert node["communication"] + hidden == pytest.approx(sent, rel=1e-6)

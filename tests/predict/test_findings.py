@@ -43,17 +43,39 @@ def test_zero_2_saves_memory_at_no_cost_in_speed(each):
     assert rate(["zero:stage=2"], each=each) > 0.97 * rate(["data_parallel"], each=each)
 
 
+SHARDED = {stage: [f"zero:stage={stage}", "recompute", "flash_attention"] for stage in (2, 3)}
+HIDDEN = pytest.mark.xfail(strict=True, reason="computation hides stage 3's gathers, not stage 2's after the update: it"
+                           " is faster, for 7B as for 13B")  # fmt: skip
+
+
+@pytest.mark.parametrize("each", [1, 2, *(pytest.param(n, marks=HIDDEN) for n in (4, 8, 32))])
+def test_zero_3_is_slower_where_a_model_fits_without(each):
+    assert rate(SHARDED[3], each=each) < rate(SHARDED[2], each=each)
+
+
 def test_zero_3_pays_off_for_larger_models():
-    plans = {stage: [f"zero:stage={stage}", "recompute", "flash_attention"] for stage in (2, 3)}
-    assert rate(plans[3]) < rate(plans[2]), "a 7B model fits without sharding its parameters, and is faster so"
-    assert [run(plans[s], model="llama2-13b").status for s in (2, 3)] == ["ok", "ok"]
+    plans = SHARDED
     saved = [size(plans[2], model=m) - size(plans[3], model=m) for m in ("llama2-7b", "llama2-13b", "llama2-70b")]
     assert saved == sorted(saved)
     lost = [rate(plans[3], model=m) / rate(plans[2], model=m) for m in ("llama2-7b", "llama2-13b")]
     assert lost[1] > 0.9 * lost[0]
     room = 80 * 2**30
     held = [size([*plans[s], "zero_offload"], model="llama2-70b") for s in (2, 3)]
-    assert held[1] < room < held[0], "only stage 3 leaves room for a 70B model"
+    assert held[1] < room < held[0], "only stage 3 leaves room for a 70B model in the devices' memory"
+
+
+@pytest.mark.xfail(strict=True, reason="Adam's states of 70B are 771 GiB, the paper's server has 512 GiB of memory: how"
+                   " the paper trained it there is not known")  # fmt: skip
+def test_zero_3_and_offload_train_70b_on_eight_a800():
+    assert run([*SHARDED[3], "zero_offload"], model="llama2-70b").status == "ok"
+
+
+def test_adams_states_of_70b_exceed_the_memory_of_the_papers_server():
+    states = 12 * catalog.model("llama2-70b").num_parameters  # master weights and two moments in fp32
+    assert states > catalog.device("a800-80g").host.memory_bytes
+    found = run([*SHARDED[3], "zero_offload"], model="llama2-70b")
+    assert "GiB of host memory per node, which has 512.0 GiB" in found.reason
+    assert found.metrics["host_bytes"].value * 8 > states
 
 
 OFFLOADED = [["zero:stage=2", "zero_offload"], ["zero:stage=3", "zero_infinity"]]

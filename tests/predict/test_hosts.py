@@ -5,6 +5,9 @@ import pytest
 from ridgeline import catalog, experiments
 from ridgeline.predict import predict
 from ridgeline.predict.quick import quick
+from ridgeline.search import Question, search
+from ridgeline.search.answer_tables import answer_tables
+from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.registry import resolve
 
 PLAN = ["mixed_precision:weights=low", "zero:stage=2", "zero_offload"]
@@ -59,3 +62,57 @@ def test_host_memory_is_reached_over_the_processors_own_lanes():
     assert host.pcie_bandwidth < 8 * link.bandwidth
     assert copies(few) == pytest.approx(copies(enough) * 4 * link.bandwidth / host.pcie_bandwidth, rel=0.01)
     assert sums(few) > 1.3 * sums(enough)
+
+
+def seconds_of(plan, device, on="8xa100-80g-sxm", **workload):
+    e = experiments.make("llama2-7b", on, {"kind": "pretrain", "seq_len": 350, "batch_size": 8, **workload}, plan)
+    e = e.model_copy(update={"cluster": e.cluster.model_copy(update={"device": device})})
+    return {name: m.value for name, m in predict(e).metrics.items()}
+
+
+@pytest.mark.parametrize("name", ["t4", "a100-80g-sxm", "mi300x"])
+def test_a_server_of_which_only_the_memory_is_known_changes_no_time(name):
+    device = catalog.device(name)
+    assert (device.host.cores, device.host.memory_bandwidth) == (None, None)
+    assert device.host.source
+    unknown = device.model_copy(update={"host": None})
+    for plan in (PLAN, ["data_parallel", "mixed_precision"]):
+        assert seconds_of(plan, device) == seconds_of(plan, unknown)
+    shared = device.link.model_copy(update={"p2p": False})
+    known, unknown = (d.model_copy(update={"link": shared}) for d in (device, unknown))
+    assert seconds_of(PLAN, known) == seconds_of(PLAN, unknown)
+
+
+WORK = [
+    {"kind": "pretrain", "seq_len": 350, "batch_size": 1},
+    {"kind": "generate", "batch_size": 1},
+    {"kind": "serve", "rate": 1.0},
+]
+
+
+@pytest.mark.parametrize("work", WORK, ids=lambda work: work["kind"])
+def test_host_memory_that_is_not_known_is_said_where_it_is_needed(work):
+    plan = ["mixed_precision", "zero_infinity"] if work["kind"] == "pretrain" else ["zero_inference"]
+    note = "host memory is not known for a6000: "
+    held = predict(experiments.make("llama2-70b", "a6000", work, plan))
+    need = held.metrics["host_bytes"].value / 2**30
+    assert f"{note}{need:.1f} GiB per node are needed" in held.notes
+    known = predict(experiments.make("llama2-70b", "t4", work, plan))
+    assert not any("host memory is not known" in n for n in known.notes)
+    plain = predict(experiments.make("gpt2", "a6000", work, []))
+    assert not any("host memory is not known" in n for n in plain.notes)
+
+
+def test_a_plan_beyond_the_host_memory_of_a_usual_server_does_not_fit():
+    e = experiments.make("llama2-70b", "t4", {"kind": "pretrain", "seq_len": 350, "batch_size": 1},
+                         ["mixed_precision:weights=low", "zero_infinity"])  # fmt: skip
+    result = predict(e)
+    assert result.status == "infeasible"
+    assert "of host memory per node, which has 384.0 GiB (g4dn.metal)" in result.reason
+
+
+def test_a_planner_says_which_plans_need_host_memory_that_is_not_known():
+    q = Question(catalog.model("llama2-70b"), catalog.cluster("a6000"), Pretrain(seq_len=350, batch_size=1),
+                 only=frozenset({"mixed_precision", "zero_infinity"}))  # fmt: skip
+    notes = answer_tables(search(q, workers=1))[0].notes
+    assert any(n.startswith("plan 1: host memory is not known for a6000: ") for n in notes)

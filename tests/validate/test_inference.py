@@ -100,3 +100,24 @@ def test_containers_without_shared_memory_wait_for_every_worker():
     for tp in (1, 2, 4):
         plain, contained = (generation.cases(row(GENERATION, tp=tp, source=s))[1] for s in ("", container))
         assert contained.predicted - plain.predicted == pytest.approx(each * tp if tp > 1 else 0.0)
+
+
+@pytest.mark.parametrize("empty", ["", "?"])
+def test_a_row_without_a_degree_runs_on_the_fewest_devices_that_hold_the_model(empty):
+    for schema, cells in ((generation, GENERATION), (serving, {**SERVING, "precision": "bf16", "backend": "vllm"})):
+        large = {"model": "llama2-70b", "device": "a100-80g-sxm"}  # 138 GB of weights
+        got = schema.cases(row(cells, **large, tp=empty))
+        assert all(case.label.endswith("(tp not stated: 2, the fewest that fit)") for case in got)
+        assert [c.predicted for c in got] == [c.predicted for c in schema.cases(row(cells, **large, tp=2))]
+        assert "tp1 " in schema.cases(row(cells, model="llama2-7b", device="a100-80g-sxm", tp=empty))[0].label
+        with pytest.raises(BadCell, match="column 'tp' is empty, and on none of 1, 2, 4, 8 devices does it fit"):
+            schema.cases(row(cells, model="llama3.1-405b", device="t4", tp=empty))
+    with pytest.raises(BadCell, match="column 'tp' is empty"):
+        generation.cases(row(GENERATION, tp=empty, pp=2))
+
+
+def test_a_stated_degree_that_does_not_fit_is_judged_and_said():
+    got = generation.cases(row(GENERATION, model="llama2-70b", device="a100-80g-sxm", tp=1))
+    assert len(got) == 2
+    assert all("tp1" in case.label and "(does not fit: needs 1" in case.label for case in got)
+    assert not any("fit" in case.label for case in generation.cases(row(GENERATION)))

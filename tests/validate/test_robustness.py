@@ -119,6 +119,17 @@ def test_layouts_and_spellings(changes):
         assert all(math.isfinite(t) and t >= 0 for t in case.terms)
 
 
+def test_phases_and_precisions_that_are_not_known_are_not_taken_for_others():
+    cells = {"device": "h100-sxm", "batch": 1, "q_len": 1, "kv_len": 128, "n_heads": 8, "n_kv_heads": 8,
+             "head_dim": 128, "seconds": 1}  # fmt: skip
+    assert attention.cases(row(**cells, phase="Decode"))
+    with pytest.raises(BadCell, match="column 'phase': 'generation' is none of prefill, decode"):
+        attention.cases(row(**cells, phase="generation"))
+    for unknown in ("mxfp8", "int8", "fp128"):
+        with pytest.raises(BadCell, match=f"column 'precision': precision '{unknown}' is not known"):
+            training.cases(run_of(device="b200", precision=unknown))
+
+
 def test_links_between_nodes_in_words():
     device = catalog.device("h100-sxm")
     assert training.network("400Gb/s per GPU", device, 8).bandwidth == 50e9

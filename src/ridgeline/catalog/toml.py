@@ -69,7 +69,8 @@ def device_from(data: dict[str, Any], where: str) -> Device:
             zero_or_more[f"{field}.latency"] = link.latency
     if device.host is not None:
         positive["host.memory_bytes"] = device.host.memory_bytes
-        positive["host.memory_bandwidth"] = device.host.memory_bandwidth
+        if device.host.memory_bandwidth is not None:
+            positive["host.memory_bandwidth"] = device.host.memory_bandwidth
     for key, value in positive.items():
         if not (math.isfinite(value) and value > 0):
             raise UserError(f"key {key!r} in {where} is {value}", "give a finite number above zero, in SI units")

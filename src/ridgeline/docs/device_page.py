@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ Errors = dict[str, dict[str, float]]
 
 
 def device_markdown(results: Path) -> str:
-    """``docs/prediction-cards.md``, from ``predict_operators.json`` and ``predict_training.json`` in ``results``."""
+    """``docs/prediction-cards.md``, from ``predict_operators.json`` and ``predict_training.json`` in ``results``, the
+    checkout's ``benchmarks/results``, and from what its ``docs/accuracy.md`` says of devices on which nothing was
+    fitted."""
     operators, training = (
         json.loads((results / f"predict_{name}.json").read_text(encoding="utf-8")) for name in ("operators", "training")
     )
+    accuracy = (results.parents[1] / "docs" / "accuracy.md").read_text(encoding="utf-8")
     classes: dict[str, list[str]] = {}
     for name in catalog.devices():
         classes.setdefault(catalog.device(name).architecture, []).append(name)
@@ -32,23 +36,56 @@ def device_markdown(results: Path) -> str:
     ]
     for name, devices in sorted(classes.items()):
         constants = catalog.efficiency(catalog.device(devices[0]))
+        published = never_fitted(accuracy, devices)
         parts += [
             f"## {name}",
-            _origin(constants, devices),
+            _origin(constants, devices, bool(published)),
             _operators(constants, operators),
-            _steps(devices, training),
+            _published(published),
+            _steps(devices, training, any("runs" in row[1] for row in published)),
         ]
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
-def _origin(c: Efficiency, devices: list[str]) -> str:
+def never_fitted(accuracy: str, devices: list[str]) -> list[list[str]]:
+    """[what, how much, error] of published tables and runs on these devices on which nothing was fitted, as the text of
+    ``docs/accuracy.md`` has them: rows of its tables that name a device by the first part of its name."""
+    names = "|".join(sorted({re.escape(d.partition("-")[0]) for d in devices}))
+    found, unit = [], ""
+    for line in accuracy.splitlines():
+        cells = [c.strip().replace("**", "") for c in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            unit = ""
+        elif cells[0] == "" and cells[2:4] == ["before", "now"]:
+            unit = cells[1]
+        elif len(cells) > 3 and (unit == "rows" or (unit == "runs" and "never fitted" in cells[0])):
+            what = re.split(r"[;(]", cells[0])[0].strip()
+            if re.search(rf"\b({names})\b", what, re.IGNORECASE):
+                error = cells[3] if unit == "rows" else f"mean {cells[3].partition(' (')[0]}"
+                found.append([what, f"{cells[1]} {unit}", error])
+    return found
+
+
+def _published(rows: list[list[str]]) -> str:
+    if not rows:
+        return ""
+    return (
+        "Published tables and runs on which no figure was fitted, though what is modeled was found on some of them"
+        " ([Accuracy](accuracy.md)); errors of kernels and collectives are medians, in brackets means:\n\n"
+        + table("| | judged | error |", rows)
+    )
+
+
+def _origin(c: Efficiency, devices: list[str], judged: bool) -> str:
     names = ", ".join(f"`{d}`" for d in devices)
     fitted = [d for d in devices if d in c.fitted_on]
     others = "; the others differ by their datasheets" if len(fitted) < len(devices) else ""
+    measured = "No constant was fitted on measurements of this class"
+    measured = measured if judged else "No measurement of this class was at hand"
     trust = (
         f"The constants were fitted on {', '.join(f'`{d}`' for d in fitted)}{others}."
         if fitted
-        else "**No measurement of this class was at hand: every constant is assumed.** Its intervals are those of"
+        else f"**{measured}: every constant is assumed.** Its intervals are those of"
         " devices that were predicted by another's constants."
     )
     return f"{names}. {trust} {c.data}"
@@ -84,7 +121,7 @@ def _percent(x: float | None) -> str:
     return "–" if x is None else f"{100 * x:.0f} %"
 
 
-def _steps(devices: list[str], training: dict[str, Any]) -> str:
+def _steps(devices: list[str], training: dict[str, Any], published: bool) -> str:
     rows = []
     for family, e in training["by family, as shipped"].items():
         stack, device = family.split(" on ")
@@ -93,7 +130,7 @@ def _steps(devices: list[str], training: dict[str, Any]) -> str:
             rows.append([stack, f"`{device}`", str(e["n"]), f"{100 * e['mean']:.0f} % ({100 * e['median']:.0f})",
                          f"{100 * out['mean']:.0f} % ({100 * out['median']:.0f})"])  # fmt: skip
     if not rows:
-        return "No training run on this class is among the open data."
+        return "" if published else "No training run on this class is among the open data."
     return "Whole training steps, as published:\n\n" + table(
         "| stack | device | runs | as shipped | stack left out |", rows
     )

@@ -33,6 +33,16 @@ def beyond_host(g: Graph, cluster: Cluster) -> str:
     return ""
 
 
+def unknown_host(host_bytes: float, cluster: Cluster) -> list[str]:
+    """What ``host_bytes`` of a rank need of host memory, for each device of ``cluster`` whose server is not stated."""
+    return [
+        f"host memory is not known for {part.device.name}: {host_bytes * part.devices_per_node / GIB:.1f} GiB per node"
+        " are needed"
+        for part in cluster.parts or (cluster,)
+        if host_bytes and part.device.kind == "gpu" and part.device.host is None
+    ]
+
+
 _RECENT = 16
 _ranks_view: list[tuple[Cluster, Cluster]] = []
 

@@ -211,16 +211,24 @@ def improved(d: Device, resource: Resource, factor: float) -> Device:
     def link(x: Link | None) -> Link | None:
         if x is None or resource not in ("link", "latency"):
             return x
-        key, value = ("bandwidth", x.bandwidth * factor) if resource == "link" else ("latency", x.latency / factor)
-        return x.model_copy(update={key: value})
+        if resource == "latency":
+            return x.model_copy(update={"latency": x.latency / factor})
+        spans = tuple((count, bandwidth * factor) for count, bandwidth in x.spans)
+        return x.model_copy(update={"bandwidth": x.bandwidth * factor, "spans": spans})
+
+    through_host = resource == "link" and (d.link is None or not d.link.p2p)
 
     update: dict[str, object] = {
         "rates": {k: rate(k, r) for k, r in d.rates.items()},
         "ranks": {n: {k: rate(k, r) for k, r in rates.items()} for n, rates in d.ranks.items()},
-        "link": link(d.link),
+        "link": d.link if through_host else link(d.link),
         "network": link(d.network),
     }
     constants = machine(d).efficiency
+    if through_host:  # the whole path, but not the host's memory itself, which an offloaded optimizer works in
+        sends = constants.collective
+        sends = sends.model_copy(update={"bandwidth_share": sends.bandwidth_share * factor})
+        update["efficiency"] = constants.model_copy(update={"collective": sends})
     if resource == "compute":  # including the power that it needs
         update["peak_flops"] = {k: v * factor for k, v in d.peak_flops.items()}
         update["watts"] = d.watts * factor

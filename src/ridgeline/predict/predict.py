@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ridgeline.catalog import NoProfile
 from ridgeline.graph import training_graph
-from ridgeline.predict.common import rank_cluster, rewritten
+from ridgeline.predict.common import rank_cluster, rewritten, unknown_host
 from ridgeline.predict.known import state
 from ridgeline.predict.segments import over_segments, segments
 from ridgeline.predict.serving.simulate import predict_serving, prompt_rows
@@ -25,6 +25,8 @@ def predict(e: Experiment) -> Result:
         raise NoProfile(f"the profile of {e.cluster.device.name} has no rates for inference", "run `ridgeline probe`")
     task = predict_training if e.is_training else predict_serving if e.task == "serve" else predict_generation
     result = over_segments([(share, task(part, techniques)) for share, part in segments(e, techniques)])
+    if held := result.metrics.get("host_bytes"):
+        result.notes += unknown_host(held.value, e.cluster)
     for t in techniques:
         t.note(e, result)
         if why := t.unpredicted(e):

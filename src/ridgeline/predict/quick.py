@@ -106,7 +106,8 @@ def _mean(found: list[tuple[float, Quick]]) -> Quick:
         if name.endswith("_s") and "per_s" not in name:
             metrics[name] = sum(share * one.metrics[name] for share, one in found)
         elif name != "peak_bytes":
-            metrics[name] = sum(s * one.metrics["step_time_s"] * one.metrics[name] for s, one in found) / seconds
+            sums = (s * one.metrics["step_time_s"] * one.metrics.get(name, 0.0) for s, one in found)
+            metrics[name] = sum(sums) / seconds
     return Quick(metrics, out.peak, out.limit, out.blocked, floor=sum(share * one.floor for share, one in found))
 
 
@@ -143,9 +144,11 @@ def _quick(
         "step_time_s": seconds,
         "tokens_per_s": rate,
         "tokens_per_s_per_device": rate / e.world,
-        "exposed_communication_s": step.exposed,
+        "exposed_communication_s": step.exposed_communication,
         "bubble_s": step.bubble,
     }
+    if g.host_bytes:
+        out.metrics["host_bytes"] = g.host_bytes
     out.metrics |= cost_of(e.cluster, rate)
     out.floor = step.seconds - step.exposed - step.dispatch
     return out

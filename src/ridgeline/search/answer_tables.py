@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.experiments import save, to_toml
+from ridgeline.predict.common import unknown_host
 from ridgeline.predict.serving.arrivals import REQUESTS
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import NONE, metric, percent, size
@@ -48,6 +49,9 @@ def answer_tables(a: Answer) -> list[Table]:
     waiting = {c.name for t in a.best for c in t.experiment.plan.calls if not registry()[c.name].card.runs}
     if waiting:
         tables[0].notes.append(f"predicted only, not run by this version: {', '.join(sorted(waiting))}")
+    for plan, t in enumerate(a.best, 1):
+        needed = unknown_host(t.metrics.get("host_bytes", 0.0), t.experiment.cluster)
+        tables[0].notes += [f"plan {plan}: {note}" for note in needed]
     if a.best and a.best[0].over > TIGHT:
         tables[0].notes.append(
             f"the first plan takes {percent(a.best[0].over)} of the memory: little is left for error"

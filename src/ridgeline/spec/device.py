@@ -97,14 +97,17 @@ class Link(BaseModel):
 
 
 class Host(BaseModel):
-    """The server of the devices: the memory for offloaded tensors, and the cores that update them."""
+    """The server of the devices: the memory for offloaded tensors, and the cores that update them.
+
+    ``memory_bytes`` may stand alone; times are then those of an ordinary server.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    cores: PositiveInt
+    cores: PositiveInt | None = None
     memory_bytes: PositiveFloat
-    memory_bandwidth: PositiveFloat
+    memory_bandwidth: PositiveFloat | None = None
     """Bytes/s of all channels of all sockets."""
     pcie_bandwidth: PositiveFloat | None = None
     """Bytes/s, one direction, of all PCIe lanes of all sockets; None: enough for every device."""

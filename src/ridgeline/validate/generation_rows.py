@@ -18,6 +18,7 @@ from ridgeline.spec.workload import Generate
 from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.degrees import tensor_degree
 from ridgeline.validate.nouns import device_of, model_of
 from ridgeline.validate.precisions import plan_of
 
@@ -41,8 +42,19 @@ def engine_behind(row: CsvRow) -> str:
 
 def experiment(row: CsvRow) -> Experiment:
     """The row as an experiment. Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted."""
+    return _settled(row)[0]
+
+
+def _settled(row: CsvRow) -> tuple[Experiment, str]:
+    """The row as an experiment, and what of it was chosen here; empty: nothing."""
+    if row.count("pp", 1) > 1 and not row.has("tp"):
+        raise BadCell("column 'tp' is empty, and is not settled beside pipeline stages")
+    tp, chosen = tensor_degree(row, lambda degree: predict_generation(*resolve(_of_degree(row, degree))))
+    return _of_degree(row, tp), chosen
+
+
+def _of_degree(row: CsvRow, tp: int) -> Experiment:
     prompt, output = row.count("prompt_len"), row.count("output_len")
-    tp = row.count("tp", 1)
     workload = Generate(
         batch_size=row.count("batch", 1), prompt_len=prompt, output_len=output, engine=engine_behind(row)
     )
@@ -73,7 +85,8 @@ def long_enough(model: ModelSpec, length: int) -> ModelSpec:
 
 def cases(row: CsvRow) -> list[Case]:
     """Time to the first token and per further token of one row."""
-    e, techniques = resolve(experiment(row))
+    settled, chosen = _settled(row)
+    e, techniques = resolve(settled)
     w = e.workload
     assert isinstance(w, Generate)
     stages, engine = row.count("pp", 1), find_engine(w.engine, e.cluster.device)
@@ -83,6 +96,9 @@ def cases(row: CsvRow) -> list[Case]:
     known = state(e, techniques, result)
     name = f"{e.model.name} {engine.name} {row.text('precision', 'bf16')} tp{e.parallel.get('tp', 1)} pp{stages}"
     where = f"{name} batch {w.batch_size} prompt {w.prompt_len} output {w.output_len}"
+    if stages == 1 and result.status != "ok":  # the memory of one of several stages is not predicted
+        chosen = f"does not fit: {result.reason.split(';')[0]}"
+    where += f" ({chosen})" if chosen else ""
     shared: dict[str, Any] = {"label": where, "line": row.line, "source": source_of(e.cluster)}
     m, device = e.model, e.cluster.device
     weights = 2.0 * m.num_active_parameters

@@ -16,6 +16,7 @@ from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.degrees import tensor_degree
 from ridgeline.validate.generation_rows import cluster_of, long_enough
 from ridgeline.validate.nouns import device_of, model_of
 from ridgeline.validate.precisions import plan_of
@@ -66,8 +67,18 @@ def experiment(row: CsvRow, inferred: bool = True) -> Experiment:
 
     Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted.
     """
+    return _settled(row, inferred)[0]
+
+
+def _settled(row: CsvRow, inferred: bool) -> tuple[Experiment, str]:
+    """The row as an experiment, and what of it was chosen here; empty: nothing."""
+    tp, chosen = tensor_degree(row, lambda degree: predict_serving(*resolve(_of_degree(row, degree, inferred))))
+    return _of_degree(row, tp, inferred), chosen
+
+
+def _of_degree(row: CsvRow, tp: int, inferred: bool) -> Experiment:
     prompt, output, clients = row.count("input_len"), row.count("output_len"), row.count("concurrency")
-    tp, ep = row.count("tp", 1), row.count("ep", 1, least=0)
+    ep = row.count("ep", 1, least=0)
     if row.count("pp", 1) > 1:
         raise UserError("serving over pipeline stages is not predicted", "use rows with pp = 1")
     model = model_of(row)
@@ -95,7 +106,8 @@ def cases(row: CsvRow) -> list[Case]:
 
 
 def _judged(row: CsvRow, inferred: bool) -> list[Case]:
-    e, techniques = resolve(experiment(row, inferred))
+    settled, chosen = _settled(row, inferred)
+    e, techniques = resolve(settled)
     w = e.workload
     assert isinstance(w, Serve)
     result = predict_serving(e, techniques)
@@ -105,6 +117,7 @@ def _judged(row: CsvRow, inferred: bool) -> list[Case]:
     model, device = e.model, e.cluster.device
     lengths = f"input {row.text('input_len')} output {row.text('output_len')} concurrency {w.concurrency}"
     label = f"{model.name} {w.engine} {row.text('precision', 'bf16')} tp{e.parallel.get('tp', 1)} {lengths}"
+    label += f" ({chosen})" if chosen else ""
     group = f"{device.name} {model.name} {w.engine}"
     # The trivial baseline: prefill at peak, and the active weights streamed once per token, plus a constant.
     flops = 2.0 * model.num_active_parameters * w.prompt_len / (e.world * device.peak_flops.get("bf16", 1e15))

@@ -118,10 +118,11 @@ def _inside(device: Device, span: int) -> tuple[float, float]:
         return device.memory_bandwidth / 4, 20e-6  # through host memory: two copies, read and write
     if not link.p2p:
         rate = _HOST_SHARE * link.bandwidth
-        if device.host:  # every byte is written to its memory and read from it
-            rate = min(rate, device.host.memory_bandwidth / (2 * span))
-            if device.host.pcie_bandwidth:
-                rate = min(rate, device.host.pcie_bandwidth / span)
+        host = device.host
+        if host and host.memory_bandwidth:  # every byte is written to its memory and read from it
+            rate = min(rate, host.memory_bandwidth / (2 * span))
+        if host and host.pcie_bandwidth:
+            rate = min(rate, host.pcie_bandwidth / span)
         return rate, link.latency + _HOST_HOP
     return link.across(span), link.latency
 

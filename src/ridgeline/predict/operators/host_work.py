@@ -36,18 +36,18 @@ _DISK_BANDWIDTH = 6e9
 def host_time(op: Op, cluster: Cluster) -> Timed:
     """Seconds of a copy or of the CPU's update for one rank, while the node's other ranks do the same."""
     ranks = cluster.devices_per_node
+    host = cluster.device.host
+    bandwidth = host.memory_bandwidth if host and host.memory_bandwidth else _HOST_BANDWIDTH
     if op.kind == "host_update":
-        host = cluster.device.host
-        rate = _UPDATE_SHARE * (host.memory_bandwidth if host else _HOST_BANDWIDTH)
-        rate = min(rate, host.cores * _CORE_BANDWIDTH) if host else rate
+        rate = _UPDATE_SHARE * bandwidth
+        rate = min(rate, host.cores * _CORE_BANDWIDTH) if host and host.cores else rate
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind == "host_product":
-        host = cluster.device.host
-        rate = _GATHER_SHARE * (host.memory_bandwidth if host else _HOST_BANDWIDTH)
+        rate = _GATHER_SHARE * bandwidth
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind == "host_read":
-        host = cluster.device.host
-        rate = min(host.memory_bandwidth, host.cores * _CORE_ATTENTION) if host else _HOST_CORES * _CORE_ATTENTION
+        cores = host.cores if host and host.cores else _HOST_CORES
+        rate = min(bandwidth, cores * _CORE_ATTENTION)
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind in ("disk_read", "disk_write"):
         disk = cluster.device.disk
@@ -60,7 +60,7 @@ def host_time(op: Op, cluster: Cluster) -> Timed:
     if link is None:  # a CPU's memory is the host's
         return Timed(2 * op.link_bytes / cluster.device.memory_bandwidth, "memory", "class default")
     shared = max(1.0, ranks / _HOST_LINKS)
-    if cluster.device.host and cluster.device.host.pcie_bandwidth:
-        shared = max(shared, ranks * link.bandwidth / cluster.device.host.pcie_bandwidth)
+    if host and host.pcie_bandwidth:
+        shared = max(shared, ranks * link.bandwidth / host.pcie_bandwidth)
     seconds = op.requests * link.latency + op.link_bytes * shared / (link.bandwidth * _LINK_SHARE)
     return Timed(seconds, "link", "class default")

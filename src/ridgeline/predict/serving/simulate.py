@@ -66,7 +66,9 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     result.distributions = {
         f"{name}_s": [percentile(values, q) for q in SHARES] for name, values in latencies.items() if values
     }
-    if short := beyond_host(surface.graph(1, 1, 1), cluster):
+    if (g := surface.graph(1, 1, 1)).host_bytes:
+        result.metrics["host_bytes"] = metric(g.host_bytes, "bytes", "lower", "graph")
+    if short := beyond_host(g, cluster):
         result.status, result.reason = "infeasible", "; ".join(filter(None, (result.reason, short)))
     if outcome.rejected:
         result.notes.append(

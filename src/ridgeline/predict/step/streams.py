@@ -37,7 +37,7 @@ class TimedStep:
     seconds: float
     events: list[StreamEvent]
     exposed: float
-    """Seconds in which compute waits for communication."""
+    """Seconds in which compute waits for communication, or for the optimizer on the host."""
     inline: float = 0.0
     """The part of it caused by collectives inside blocks (tensor and context parallel)."""
     communication: float = 0.0
@@ -48,11 +48,18 @@ class TimedStep:
     """Seconds that compute is slowed by concurrent collectives."""
     dispatch: float = 0.0
     """Seconds in which the device waits for the host to launch the next operator."""
+    updating: float = 0.0
+    """The part of ``exposed`` in which the optimizer runs on the host."""
+
+    @property
+    def exposed_communication(self) -> float:
+        """Seconds in which compute waits for communication."""
+        return max(0.0, self.exposed - self.updating)
 
     @property
     def hidden(self) -> float:
         """Seconds of communication that overlap with compute."""
-        return max(0.0, self.communication - self.exposed)
+        return max(0.0, self.communication - self.exposed_communication)
 
 
 @dataclass(slots=True)
@@ -68,11 +75,20 @@ class Streams:
     exposed: float = 0.0
     communication: float = 0.0
     slowed: float = 0.0
+    updates: list[tuple[float, float]] = field(default_factory=list)
+    """When the optimizer runs on the host: start and end."""
+    updating: float = 0.0
+    """The part of ``exposed`` that these take."""
 
     @property
     def compute(self) -> float:
         """Time at which the compute stream is free."""
         return self.clocks["compute"]
+
+    def waited(self, begin: float, end: float) -> None:
+        """Compute has waited from ``begin`` to ``end``: counts what of it the optimizer on the host took."""
+        for start, stop in self.updates:
+            self.updating += max(0.0, min(end, stop) - max(begin, start))
 
     def run(self, name: str, phase: str, seconds: float, after: float = 0.0, inline: float = 0.0) -> float:
         """Run on the compute stream after the time ``after`` (the end of a communication); returns the end.
@@ -83,6 +99,7 @@ class Streams:
         start = max(now, after)
         beside = max(0.0, min(self.clocks["link"] - start, seconds)) * self.share
         self.exposed += start - now + inline
+        self.waited(now, start)
         self.communication += inline
         self.slowed += beside
         end = start + seconds + beside + inline
@@ -93,18 +110,23 @@ class Streams:
         self.clocks["compute"] = end
         return end
 
-    def send(self, name: str, seconds: float, after: float, stream: str = "link") -> float:
-        """Issue a collective or copy that may begin at ``after``; returns its end."""
+    def send(self, name: str, seconds: float, after: float, stream: str = "link", update: bool = False) -> float:
+        """Issue a collective, a copy or the host's ``update`` that may begin at ``after``; returns its end."""
         start = max(self.clocks[stream], after)
         if not self.overlap:
             start = max(start, self.clocks["compute"])
         if self.record and seconds:
             label = "communication" if stream == "link" else f"host {stream}"
-            self.events.append(StreamEvent(name, label, start, seconds, "communication"))
-        self.communication += seconds
+            phase = "optimizer" if update else "communication"
+            self.events.append(StreamEvent(name, label, start, seconds, phase))
         end = self.clocks[stream] = start + seconds
+        if update:
+            self.updates.append((start, end))
+        else:
+            self.communication += seconds
         if not self.overlap:
             self.exposed += end - self.clocks["compute"]
+            self.waited(self.clocks["compute"], end)
             self.clocks["compute"] = end
         return end
 
@@ -233,7 +255,8 @@ def simulate(
     waited = sum(t.dispatch * t.block.repeat for t in times) * runs
     end = max(s.clocks.values())
     s.exposed += end - s.compute
-    return TimedStep(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited)
+    s.waited(s.compute, end)
+    return TimedStep(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited, s.updating)
 
 
 def _streams(cluster: Cluster, record: bool) -> Streams:
@@ -308,7 +331,8 @@ def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], factors: I
         if op.axis and op.kind not in COPIES:
             s.run(op.name, "optimizer", 0.0, s.send(op.name, took, s.compute))
         elif op.kind in COPIES:  # the device waits, unless the update is applied a step late
-            end = s.send(op.name, took, max(s.clocks.values()) if not g.delayed_update else 0.0, "out")
+            after = max(s.clocks.values()) if not g.delayed_update else 0.0
+            end = s.send(op.name, took, after, "out", update=op.kind == "host_update")
             s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
         else:
             s.run(op.name, "optimizer", took, max(s.clocks["link"], s.clocks["out"]))
@@ -390,10 +414,11 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     _finish(s, g, last, update, factors_of[id(last)])
     finish = max(s.clocks.values())
     s.exposed += finish - s.compute
+    s.waited(s.compute, finish)
     exposed = exposed * each + tails[slowest] + s.exposed
     communication = communication * each + sent + s.communication
     bubble = max(0.0, ends[slowest] - busy)
-    return TimedStep(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each)
+    return TimedStep(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each, s.updating)
 
 
 def _of_stage(stage: list[tuple[BlockTimes, int]], apart: bool) -> tuple[float, float, float, list[tuple[float, ...]]]:

@@ -69,7 +69,7 @@ def predict_training(e: Experiment, techniques: list[Technique]) -> Result:
         "tokens_per_step": metric(tokens, "tokens", "", "workload"),
         "mfu": metric(g.model_flops * each / dtype_peak, "", "higher", peak_note(dtype_peak, g.dtype)),
         "hfu": metric(g.flops * g.passes * each / dtype_peak, "", "higher", peak_note(dtype_peak, g.dtype)),
-        "exposed_communication_s": metric(step.exposed, "s", "lower", source),
+        "exposed_communication_s": metric(step.exposed_communication, "s", "lower", source),
         "hidden_communication_s": metric(step.hidden, "s", "", source),
         "bubble_s": metric(step.bubble, "s", "lower", source),
         "bubble_share": metric(step.bubble / seconds, "", "lower", source),
@@ -118,11 +118,14 @@ def communicators(e: Experiment) -> float:
 
 
 def _expose(rows: list[Row], g: Graph, step: TimedStep) -> None:
-    """Exposed seconds of each collective: those inside blocks proportionally, the others from the remainder."""
+    """Exposed seconds of each collective, those inside blocks proportionally, the others from the remainder; and of the
+    optimizer on the host."""
     inside = {o.name for b in g.blocks for o in (*b.forward, *b.backward) if o.axis}
-    moved = [r for r in rows if r.phase == "communication" or r.kind == "host_update"]
-    for within, exposed in ((True, step.inline), (False, step.exposed - step.inline)):
-        mine = [r for r in moved if (r.operator in inside) == within]
+    updates = [r for r in rows if r.kind == "host_update"]
+    sends = [r for r in rows if r.phase == "communication" and r.kind != "host_update"]
+    within, outside = ([r for r in sends if (r.operator in inside) == here] for here in (True, False))
+    shares = ((within, step.inline), (outside, step.exposed_communication - step.inline), (updates, step.updating))
+    for mine, exposed in shares:
         sent = sum(r.seconds for r in mine)
         for row in mine:
             row.exposed_seconds = row.seconds * exposed / sent if sent else 0.0

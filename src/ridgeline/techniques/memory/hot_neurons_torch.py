@@ -194,7 +194,8 @@ def _least(run: Build, neuron_bytes: float) -> int:
     link = cluster.device.host_link
     if link is None:
         return 0
-    bandwidth = cluster.device.host.memory_bandwidth if cluster.device.host else 50e9
+    host = cluster.device.host
+    bandwidth = host.memory_bandwidth if host and host.memory_bandwidth else 50e9
     return math.ceil(2 * link.latency * bandwidth / neuron_bytes)
 
 
