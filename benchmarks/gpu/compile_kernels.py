@@ -39,7 +39,7 @@ from ridgeline.nn.kernels import (
     skinny,
     ternary_decode,
 )
-from ridgeline.nn.kernels.ahead_of_time import compiling
+from ridgeline.nn.kernels.ahead_of_time import compiling, measured
 from ridgeline.nn.kernels.gather_heads import gather_heads
 from ridgeline.nn.kernels.peaks import GatedGradient, room
 from ridgeline.nn.memory.step_pages import make_pages
@@ -378,21 +378,23 @@ def main() -> None:
     cases = [c for c in cases if args.skip not in c.label and (c.quick or not args.quick)]
     rows, start = [], time.time()
     for capability in args.capabilities:
-        for case in cases:
-            if case.label.startswith("float8") and capability < 89:
-                continue
-            if case.label.startswith("skinny") and capability != 90:
-                continue
-            with compiling(capability) as found:
+        labels: list[str] = []
+        with compiling(capability) as calls:
+            for case in cases:
+                if case.label.startswith("float8") and capability < 89:
+                    continue
+                if case.label.startswith("skinny") and capability != 90:
+                    continue
                 case.call()
-            for kernel in found:
-                rows.append({"case": case.label, **kernel.row()})
-                if not args.json:
-                    r = rows[-1]
-                    print(f"sm_{capability} {case.label:52s} {r['kernel']:26s} warps {r['warps']} registers "
-                          f"{r['registers']:3d} spilled {r['spilled']:5d} shared {r['shared']:6d} instructions "
-                          f"{r['instructions']:5d} loop {r['loop']:5d} tensor {r['tensor']:3d} async "
-                          f"{r['asynchronous']:3d} loads {r['loads']} {r['seconds']} s", flush=True)  # fmt: skip
+                labels += [case.label] * (len(calls) - len(labels))
+        for label, kernel in zip(labels, measured(calls), strict=True):
+            rows.append({"case": label, **kernel.row()})
+            if not args.json:
+                r = rows[-1]
+                print(f"sm_{capability} {label:52s} {r['kernel']:26s} warps {r['warps']} registers "
+                      f"{r['registers']:3d} spilled {r['spilled']:5d} shared {r['shared']:6d} instructions "
+                      f"{r['instructions']:5d} loop {r['loop']:5d} tensor {r['tensor']:3d} async "
+                      f"{r['asynchronous']:3d} loads {r['loads']} {r['seconds']} s", flush=True)  # fmt: skip
     if args.json:
         json.dump(rows, sys.stdout)
     else:

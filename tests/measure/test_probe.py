@@ -16,9 +16,9 @@ from ridgeline.techniques.registry import check
 
 
 @pytest.fixture(scope="module")
-def profile(tmp_path_factory):
+def profile(_homes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RIDGELINE_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("RIDGELINE_HOME", str(next(_homes)))
         device, file = probe(max_ranks=1, quick=True)
         assert catalog.local_device() == device
         assert file.is_file()

@@ -52,11 +52,11 @@ class StepTrace:
 
 
 def trace(
-    experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] = (), sequences: int = 8
+    experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] = (), sequences: Sequence[int] = ()
 ) -> list[dict[str, StepTrace]]:
-    """The steps of each experiment: ``step`` of training; ``prefill`` and ``decode`` of serving, with up to
-    ``sequences`` that have these ``sampling`` settings (none: greedy); ``site`` of compression: the query projection of
-    a layer.
+    """The steps of each experiment: ``step`` of training; ``prefill`` and ``decode`` of serving, with up to so many
+    ``sequences`` (none: 8 each) that have these ``sampling`` settings (none: greedy); ``site`` of compression: the
+    query projection of a layer.
 
     Kernels are those that an H100 gets, or one of its size of the GPU's architecture, where that is Ampere, Ada or
     Blackwell. Raises :class:`UserError` where there is no compiler,
@@ -71,9 +71,10 @@ def trace(
             raise UserError(f"task {e.task!r} has no trace on a fake GPU", "use pretrain, finetune, serve or compress")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     settings = sampling or [{"temperature": 0.0}] * len(experiments)
+    most = sequences or [8] * len(experiments)
     asked = [
-        {"experiment": e.model_dump(mode="json"), "served": {"sampling": s, "sequences": sequences}}
-        for e, s in zip(experiments, settings, strict=True)
+        {"experiment": e.model_dump(mode="json"), "served": {"sampling": s, "sequences": n}}
+        for e, s, n in zip(experiments, settings, most, strict=True)
     ]
     lines = "".join(json.dumps(a) + "\n" for a in asked)
     done = subprocess.run([sys.executable, "-m", "ridgeline.measure.fake.worker"], input=lines, text=True,

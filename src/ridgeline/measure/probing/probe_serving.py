@@ -57,7 +57,7 @@ def _step(
     device: torch.device, model: ModelSpec, n: int, quick: bool, rounds: int = 80, one_kernel: bool = False
 ) -> float:
     """Steady seconds of a decode step of ``n`` sequences, asked as the load generator asks."""
-    rounds = 10 if quick else rounds
+    rounds = 6 if quick else rounds
     engine = make_engine(serving_experiment(model, n), device)
     if not one_kernel:
         engine.runner.decoder = None

@@ -55,7 +55,7 @@ TOO_LONG = 0.3
 
 def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, Any]:
     """Measure everything on this rank while the other ranks do the same; returns plain data."""
-    budget = 0.03 if options.quick else 0.08
+    budget = 0.015 if options.quick else 0.08
     device, ranks, report = here.device, here.ranks, here.report
     timer = Timer(device, budget, ranks)
     if options.serving:
@@ -68,8 +68,9 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     if inference and ranks == 1 and device.type == "cpu":
         rates.update(_ring_copies(timer))
     report({"stage": "a reference step"})
-    reference = reference_step(timer, device, 8 if options.quick else 12)
-    decoding = reference_decode(device) if inference and ranks == 1 and device.type == "cpu" else {}
+    reference = reference_step(timer, device, 6 if options.quick else 12)
+    rounds = 2 if options.quick else 4
+    decoding = reference_decode(device, rounds) if inference and ranks == 1 and device.type == "cpu" else {}
     rows: list[dict[str, Any]] = []
     backends: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:

@@ -42,7 +42,7 @@ def reference_step(timer: Timer, device: torch.device, rounds: int) -> float:
     return steady(times)
 
 
-def reference_decode(device: torch.device) -> dict[str, float]:
+def reference_decode(device: torch.device, rounds: int) -> dict[str, float]:
     """Seconds of a decode step of the reference model beyond its products, by the bits of its weights.
 
     The products are timed by themselves in the same moment, as the rate of a machine's memory changes.
@@ -57,7 +57,7 @@ def reference_decode(device: torch.device) -> dict[str, float]:
         inputs = [torch.randn(1, 1, int(m.in_features), device=device) for m in products]
         beside = []
         with torch.inference_mode():
-            for _ in range(4):
+            for _ in range(rounds):
                 (_, *steps) = timed_generation(model, prompt, w.output_len)
                 beside.append(statistics.median(steps) - _seconds(products, inputs, len(steps)))
         out[str(bits)] = statistics.median(beside[1:])

@@ -2,7 +2,8 @@
 
 A stand-in driver names the device to Triton's own JIT, so that the kernels' host functions, called with tensors of
 shapes only (device ``meta``), compile the specialization, constants, warps and grid that they get on that GPU. Nothing
-is launched. Registers and spills are what ptxas reports; instructions are counted in the machine code (SASS).
+is launched. Registers and spills are what ptxas reports; instructions are counted in the machine code (SASS), which
+is disassembled for all kernels at once: the tool takes longer to start than to read one.
 
 Triton must not be in its interpreter, which is chosen when it is first imported.
 """
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -116,19 +118,33 @@ class Driver:
         return torch.device("meta")
 
 
+class Call(NamedTuple):
+    """A kernel that was called while :func:`compiling`."""
+
+    kernel: Any
+    """As Triton compiled it."""
+    name: str
+    capability: int
+    grid: tuple[int, ...]
+    seconds: float
+    """Processor time of its compilation."""
+
+
 @contextmanager
-def compiling(capability: int) -> Iterator[list[Compiled]]:
-    """Kernels that are called inside are compiled for a device of this capability and appended to the list."""
+def compiling(capability: int) -> Iterator[list[Call]]:
+    """Kernels that are called inside are compiled for a device of this capability and appended to the list, which
+    :func:`measured` takes."""
     if not isinstance(triton.jit(_nothing), JITFunction):
         raise RuntimeError("Triton is in its interpreter: unset TRITON_INTERPRET before it is imported")
-    found: list[Compiled] = []
+    found: list[Call] = []
     plain = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
         start = sum(os.times()[:4])
         kernel = plain(self, *args, grid=grid, warmup=True, **options)
         seconds = sum(os.times()[:4]) - start
-        found.append(_measured(kernel, self.fn.__name__, capability, grid, seconds))
+        sizes = tuple(grid(kernel.metadata) if callable(grid) else grid)
+        found.append(Call(kernel, self.fn.__name__, capability, sizes, seconds))
         return kernel
 
     before = driver._active
@@ -151,25 +167,59 @@ def _tool(name: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(place), *args], capture_output=True, text=True, check=True)
 
 
-def _measured(kernel: Any, name: str, capability: int, grid: Any, seconds: float) -> Compiled:
+def measured(calls: list[Call]) -> list[Compiled]:
+    """What the compiler made of each call's kernel; all are for the same device."""
+    codes = [_code(c.kernel.asm["cubin"], c.name) for c in calls]
+    if not codes:
+        return []
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        ptx.write_text(kernel.asm["ptx"], encoding="utf-8")
-        cubin.write_bytes(kernel.asm["cubin"])
-        target = re.search(r"\.target (sm_\w+)", kernel.asm["ptx"])
-        assert target is not None
-        assembler = "ptxas-blackwell" if capability >= 100 else "ptxas"
-        said = _tool(assembler, "-v", f"--gpu-name={target[1]}", str(ptx), "-o", "/dev/null").stderr
-        sass = _tool("cuobjdump", "-sass", str(cubin)).stdout
+        file = Path(folder) / "code"
+        file.write_bytes(b"".join(codes))
+        sass = _tool("nvdisasm", "--binary", _target(calls[0]).replace("sm_", "SM"), str(file)).stdout
+    lines = [(int(at, 16), op, rest) for at, op, rest in _LINE.findall(sass)]
+    found, start = [], 0
+    for call, code in zip(calls, codes, strict=True):
+        end = start + len(code)
+        found.append(_measured(call, [line for line in lines if start <= line[0] < end]))
+        start = end
+    return found
+
+
+def _target(call: Call) -> str:
+    """The architecture that it is compiled for, such as ``sm_90a``."""
+    target = re.search(r"\.target (sm_\w+)", call.kernel.asm["ptx"])
+    assert target is not None
+    return target[1]
+
+
+def _code(cubin: bytes, name: str) -> bytes:
+    """The instructions of a kernel: a section of the ELF file. Jumps are relative."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, number, strings = struct.unpack_from("<3H", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(number)]
+    names = cubin[sections[strings][4] :]
+    for place, _, _, _, start, length in sections:
+        if names[place:].startswith(f".text.{name}\0".encode()):
+            return cubin[start : start + length]
+    raise RuntimeError(f"no code of {name} in its binary")
+
+
+def _measured(call: Call, lines: list[tuple[int, str, str]]) -> Compiled:
+    """``lines``: place, operation and the rest of its instructions."""
+    kernel, ptx = call.kernel, call.kernel.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx, encoding="utf-8")
+        assembler = "ptxas-blackwell" if call.capability >= 100 else "ptxas"
+        said = _tool(assembler, "-v", f"--gpu-name={_target(call)}", str(file), "-o", "/dev/null").stderr
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores", said)
     if registers is None:
         raise RuntimeError(f"ptxas said nothing of registers: {said[:300]}")
-    sizes = tuple(grid(kernel.metadata) if callable(grid) else grid)
     return Compiled(
-        name, capability, sizes, kernel.metadata.num_warps, int(registers[1]), int(spilled[1]) if spilled else 0,
-        kernel.metadata.shared, seconds=seconds, shared_pairs=_shared_pairs(kernel.asm["ptx"]),
-        early=kernel.metadata.launch_pdl, **_counted(sass),
+        call.name, call.capability, call.grid, kernel.metadata.num_warps, int(registers[1]),
+        int(spilled[1]) if spilled else 0, kernel.metadata.shared, seconds=call.seconds,
+        shared_pairs=_shared_pairs(ptx), early=kernel.metadata.launch_pdl, **_counted(lines),
     )  # fmt: skip
 
 
@@ -192,9 +242,9 @@ _ACCESS = re.compile(r"LDG|STG|ATOMG|RED|LD$|LD\.|ST$|ST\.|ATOM$|ATOM\.|UTMA|UBL
 _ASYNCHRONOUS = re.compile(r"LDGSTS|UTMALDG|UBLKCP")
 
 
-def _counted(sass: str) -> dict[str, Any]:
+def _counted(lines: list[tuple[int, str, str]]) -> dict[str, Any]:
     """Instructions of machine code, by kind."""
-    lines = [(int(at, 16), op, rest) for at, op, rest in _LINE.findall(sass) if op != "NOP"]
+    lines = [line for line in lines if line[1] != "NOP"]
     backwards = []
     for at, op, rest in lines:
         target = re.search(r"0x([0-9a-f]+)", rest) if op.startswith("BRA") else None
