@@ -140,7 +140,9 @@ def test_pads_cost_what_lengths_differ():
         fields = {"engine": "ridgeline", "concurrency": 16, "requests": 64, "length_cv": cv}
         return metrics(["continuous_batching", *plan], **fields)[0]["tokens_per_s"]
 
-    assert rate(["padding_free"], 0.8) > 1.2 * rate([], 0.8)
+    gains = [rate(["padding_free"], cv) / rate([], cv) for cv in (0.0, 0.4, 0.8)]
+    assert gains == sorted(gains)
+    assert gains[2] > 1.05 > gains[0]
 
 
 # ---- what a schedule's techniques do where no engine is named: the plan's is the schedule ----
@@ -160,11 +162,12 @@ def test_each_raises_throughput_beside_the_others(name):
     assert full["tokens_per_s"] > less["tokens_per_s"]
 
 
-def test_prompts_in_pieces_need_not_wait_for_an_idle_engine():
+def test_prompts_in_pieces_do_not_hold_up_sequences_that_decode():
     """arXiv:2308.16369: pieces of a prompt longer than the token budget fill what decoding leaves of it."""
     full, less = (metrics(plan, "a800-80g", **{**CROWD, "prompt_len": 2000})[0]
                   for plan in (SCHEDULE, without("chunked_prefill")))  # fmt: skip
-    assert full["ttft_s"] < 0.5 * less["ttft_s"]
+    assert full["itl_p99_s"] < 0.5 * less["itl_p99_s"]
+    assert full["tpot_s"] < less["tpot_s"]
     assert full["tokens_per_s"] > less["tokens_per_s"]
 
 

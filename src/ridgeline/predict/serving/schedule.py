@@ -180,6 +180,7 @@ class Simulation:
         self.admission_s, self.fresh, self.now, self.admitted = admission_s, 0, 0.0, 0
         unset = [math.nan] * len(requests)
         self.out = SimulationOutcome(self.arrivals.sent, unset, [*unset], [r.output for r in requests])
+        self.waited_s, self.waited_by = 0.0, 0  # by decoding sequences, for prompts in iterations without them
         self.steps: list[list[int]] | None = [] if record else None
         # State of the decoding sequences: see _gather.
         self.counted, self.step, self.cached = False, 0, 0
@@ -465,7 +466,14 @@ class Simulation:
         self.out.busy_s += seconds
         self.out.iterations += k
         if decoding:
-            self.out.gaps.append((seconds / k, k * decoding))
+            late = min(self.waited_by, decoding)
+            if late:  # the first token of these is as late as the prompts before it took
+                self.out.gaps.append((seconds / k + self.waited_s, late))
+            if k * decoding > late:
+                self.out.gaps.append((seconds / k, k * decoding - late))
+            self.waited_s, self.waited_by = 0.0, 0
+        elif going := len(self.ends) if self.counted else sum(job.decodes for job in self.running):
+            self.waited_s, self.waited_by = self.waited_s + seconds, going
         return k
 
     def _step(self, plan: dict[SimulatedRequest, int], steady: bool) -> None:
