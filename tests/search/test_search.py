@@ -450,8 +450,8 @@ def test_every_way_to_offload_is_compared():
 
 
 def test_what_helps_only_together_is_found():
-    """Continuous batching gains nothing on whole replicas, and a divided model nothing without it: the model fits on one
-    device, and equal requests of few clients stay in step."""
+    """Continuous batching gains nothing on whole replicas, and a divided model nothing without it: one device has room
+    for the model, and equal requests of few clients stay in step."""
     workload = Serve(concurrency=64, requests=128)
     together = frozenset({"tensor_parallel", "continuous_batching"})
     model, cluster = catalog.model("llama3.1-70b"), catalog.cluster("4xmi300x")
