@@ -30,6 +30,7 @@ def ridgeline(monkeypatch, capsys):
     return _run
 
 
+FILE = "examples/llama2-70b-64xa100.toml"
 PREDICT = ("predict", "llama2-7b", "--on", "8xa100", "--batch-size", "8")
 
 
@@ -203,6 +204,16 @@ MISTAKES = [
     ([*PREDICT, "--dtype", "fp9"], ["dtype = 'fp9' is not valid", "bf16"]),
     (["predict", "bert-base", "--on", "a100", "--task", "generate"], ["bert-base is an encoder"]),
     (["predict", "none.toml"], ["no experiment file at none.toml"]),
+    (["predict", FILE, "--on", "local"], ["--on does not go with an experiment file", "change examples/"]),
+    (["predict", FILE, "--with", "zero"], ["--with does not go with an experiment file"]),
+    (["predict", FILE, "--task", "pretrain"], ["--task does not go with an experiment file"]),
+    (["predict", FILE, "--seq-len", "64"], ["--seq-len does not go with an experiment file"]),
+    (["predict", FILE, "--arrivals", "x.csv"], ["--arrivals does not go with an experiment file"]),
+    (["explain", FILE, "--on", "a100"], ["--on does not go with an experiment file"]),
+    ([*PREDICT, "--plan", "one"], ["--plan one does not go with a model", "an ablation's file"]),
+    (["plan", FILE], ["is a TOML file, not a model", "config.json", "predict, explain, bench"]),
+    (["plan", "none.toml"], ["none.toml is a TOML file, not a model"]),
+    (["predict", "README.md"], ["README.md is no model", "ridgeline models", "config.json"]),
     (["techniques", "zeroo"], ["unknown technique 'zeroo'", "'zero'"]),
     (["models", "gpt22"], ["unknown model 'gpt22'", "'gpt2'"]),
     (["devices", "h2000"], ["unknown device 'h2000'", "'h200'"]),

@@ -82,14 +82,24 @@ def _length(name: str, text: str | None) -> int | None:
 
 
 def experiment_from_options(
-    model: str, on: str, task: str, with_: list[str] | None, plan: str | None, given: Given
+    ctx: typer.Context, model: str, on: str, task: str, with_: list[str] | None, plan: str | None, given: Given
 ) -> Experiment:
-    """The experiment of a command's options, or of a TOML file."""
+    """The experiment of a command's options, or of a TOML file, which goes with none of them but ``--plan``."""
     from ridgeline import experiments
 
     if model.endswith(".toml"):
+        for option in _written(ctx, "on", "task", "with_", *inspect.signature(_options).parameters):
+            raise UserError(f"{option} does not go with an experiment file", f"change {model}, or give a model's name")
         return load(model, plan, [])
+    if plan:
+        raise UserError(f"--plan {plan} does not go with a model", "it chooses among the plans of an ablation's file")
     return experiments.make(model, on, workload_fields(model, task, given, on, with_), with_ or [])
+
+
+def _written(ctx: typer.Context, *names: str) -> list[str]:
+    """The options that a command line has among those of these parameters, defaults that are written out too."""
+    sources = {p.opts[0]: ctx.get_parameter_source(p.name) for p in ctx.command.params if p.name in names}
+    return [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def workload_fields(model: str, task: str, given: Given, on: str = "", with_: list[str] | None = None) -> Given:
