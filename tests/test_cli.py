@@ -235,6 +235,25 @@ def test_mistake(ridgeline, args, says):
     assert len(err) < 600
 
 
+def test_a_plan_of_which_none_is_predicted_says_why(ridgeline, tmp_path):
+    args = (
+        "plan",
+        "gpt2",
+        "--on",
+        "h100-sxm",
+        "--with",
+        "zero:stage=3",
+        "--only",
+        "flash_attention",
+        "--seq-len",
+        "64",
+    )
+    code, out, _ = ridgeline(*args, "--workers", "1", "--out", str(tmp_path))
+    assert code == 1
+    assert "refused:\n" in out
+    assert "there is only 1 process" in out.partition("refused:")[2]
+
+
 FILES = [
     ({"seq_len = 64": "seq_len = "}, ["e.toml is not valid TOML", "line 5"]),
     ({"seq_len": "seqlen"}, ["unknown key 'seqlen'", "e.toml", "[workload]", "'seq_len'"]),

@@ -468,3 +468,10 @@ def test_three_that_help_only_together_are_found():
     q = Question(catalog.model("llama3.1-8b"), catalog.cluster("h100-sxm"), workload)
     best = search(q, workers=1).best[0]
     assert {"continuous_batching", "chunked_prefill", "padding_free"} <= best.names
+
+
+def test_a_fixed_technique_that_splits_the_batch_needs_no_other():
+    q = question("gpt2", "2xa100-80g-sxm", workload=Pretrain(seq_len=128, batch_size=8), only={"flash_attention"})
+    best = search(replace(q, fixed=Plan.parse(["zero:stage=3"])), workers=1).best[0]
+    assert best.names == {"zero", "flash_attention"}
+    assert best.experiment.gradient_ranks == 2

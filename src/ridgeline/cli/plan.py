@@ -123,6 +123,9 @@ def plan(
         print("\n".join(f"  {line}" for line in [*answer_tables.load(answer.question.workload), *reasons]))
         if miss:
             print(f"closest miss: {' '.join(brief(miss[0].experiment.plan))}: {miss[1]}")
+        else:  # none was predicted
+            print("refused:")
+            print("\n".join(f"  {n} plans: {why.splitlines()[0]}" for why, n in answer.found.refusals.most_common(3)))
         print("smallest relaxations:" if ways else "no single relaxation was found")
         print("\n".join(f"  {r.change}: {' '.join(r.plan) or '(no technique)'}" for r in ways))
     if not answer.best:

@@ -180,7 +180,9 @@ def _look_around(q: Question, bases: list[Experiment], spaces: list[Slots], best
                 if micro < 1 or base.batch_size % micro:
                     continue
                 e, techniques = candidate(base, chosen, int(micro))
-                if not refusal((e, techniques), whole=True) and splits_batch(chosen) == (e.gradient_ranks > 1):
+                if not refusal((e, techniques), whole=True) and splits_batch(tuple(techniques)) == (
+                    e.gradient_ranks > 1
+                ):
                     _judge(q, e, quick(e, techniques), found)
 
 
@@ -293,6 +295,7 @@ def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found
     """Every split and placement of a node. Offloading is only tried where no other placement fits."""
     core = prepare(*candidate(base, node.chosen, node.micro)) if q.training else None
     possible, apart = beside(node.chosen, space.placements)
+    fixed = splits_batch(tuple(techniques_of(base.plan)))
     for chosen in space.combinations("split"):
         e, techniques = candidate(base, node.chosen + chosen, node.micro)
         refused = refusal((e, techniques), whole=True)
@@ -302,7 +305,7 @@ def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found
         parallel = q.training and e.gradient_ranks > 1
         for reason, n in apart.items():
             found.refuse(reason, n)
-        placements = [p for p in possible if not q.training or splits_batch(p) == parallel]
+        placements = [p for p in possible if not q.training or (fixed or splits_batch(p)) == parallel]
         if len(placements) < len(possible):
             why = "placement: gradients are reduced exactly where there are several data-parallel ranks"
             found.refuse(why, len(possible) - len(placements))
