@@ -254,6 +254,14 @@ def test_a_plan_of_which_none_is_predicted_says_why(ridgeline, tmp_path):
     assert "there is only 1 process" in out.partition("refused:")[2]
 
 
+def test_lengths_that_vary_are_an_option(ridgeline):
+    args = ("predict", "gpt2", "--on", "a100-40g-sxm", "--task", "serve", "--requests", "8", "--json")
+    code, out, _ = ridgeline(*args, "--length-cv", "0.5")
+    assert code == 0
+    assert json.loads(out)["experiment"]["workload"]["length_cv"] == 0.5
+    assert ridgeline(*args, "--length-cv", "9")[0] == 2
+
+
 FILES = [
     ({"seq_len = 64": "seq_len = "}, ["e.toml is not valid TOML", "line 5"]),
     ({"seq_len": "seqlen"}, ["unknown key 'seqlen'", "e.toml", "[workload]", "'seq_len'"]),

@@ -31,6 +31,9 @@ def _options(
     micro_batch_size: Annotated[int | None, typer.Option(help="Micro-batch size per device, in sequences.")] = None,
     prompt_len: Annotated[str | None, typer.Option(help="Prompt length in tokens (generate; mean for serve).")] = None,
     output_len: Annotated[str | None, typer.Option(help="Output length in tokens (generate; mean for serve).")] = None,
+    length_cv: Annotated[
+        float | None, typer.Option(help="Coefficient of variation of both lengths; 0: all equal (serve).")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second (serve).")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Number of closed-loop clients (serve).")] = None,
     arrivals: Annotated[Path | None, typer.Option(help="Trace of requests, CSV or JSON lines (serve).")] = None,
@@ -50,6 +53,7 @@ def _options(
     return {
         "seq_len": _length("seq_len", seq_len), "batch_size": batch_size, "micro_batch_size": micro_batch_size,
         "prompt_len": _length("prompt_len", prompt_len), "output_len": _length("output_len", output_len),
+        "length_cv": length_cv,
         "rate": rate, "concurrency": concurrency, "trace": str(arrivals) if arrivals else None, "requests": requests,
         "shared_prefix": shared_prefix, "engine": engine, "slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "dtype": dtype,
     }  # fmt: skip
