@@ -31,6 +31,7 @@ def ridgeline(monkeypatch, capsys):
 
 
 FILE = "examples/llama2-70b-64xa100.toml"
+SERVE = ("plan", "gpt2", "--on", "a100-40g-sxm", "--task", "serve")
 PREDICT = ("predict", "llama2-7b", "--on", "8xa100", "--batch-size", "8")
 
 
@@ -211,6 +212,8 @@ MISTAKES = [
     (["predict", FILE, "--arrivals", "x.csv"], ["--arrivals does not go with an experiment file"]),
     (["explain", FILE, "--on", "a100"], ["--on does not go with an experiment file"]),
     ([*PREDICT, "--plan", "one"], ["--plan one does not go with a model", "an ablation's file"]),
+    ([*SERVE, "--goal", "memory"], ["goal memory", "the cache takes what the weights leave", "kv_cache_tokens"]),
+    ([*SERVE, "--slo", "peak_bytes=9GB"], ["a limit on peak_bytes", "the cache takes what the weights leave"]),
     (["plan", FILE], ["is a TOML file, not a model", "config.json", "predict, explain, bench"]),
     (["plan", "none.toml"], ["none.toml is a TOML file, not a model"]),
     (["predict", "README.md"], ["README.md is no model", "ridgeline models", "config.json"]),
