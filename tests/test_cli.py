@@ -30,6 +30,8 @@ def ridgeline(monkeypatch, capsys):
     return _run
 
 
+FILE = "examples/llama2-70b-64xa100.toml"
+SERVE = ("plan", "gpt2", "--on", "a100-40g-sxm", "--task", "serve")
 PREDICT = ("predict", "llama2-7b", "--on", "8xa100", "--batch-size", "8")
 
 
@@ -203,6 +205,18 @@ MISTAKES = [
     ([*PREDICT, "--dtype", "fp9"], ["dtype = 'fp9' is not valid", "bf16"]),
     (["predict", "bert-base", "--on", "a100", "--task", "generate"], ["bert-base is an encoder"]),
     (["predict", "none.toml"], ["no experiment file at none.toml"]),
+    (["predict", FILE, "--on", "local"], ["--on does not go with an experiment file", "change examples/"]),
+    (["predict", FILE, "--with", "zero"], ["--with does not go with an experiment file"]),
+    (["predict", FILE, "--task", "pretrain"], ["--task does not go with an experiment file"]),
+    (["predict", FILE, "--seq-len", "64"], ["--seq-len does not go with an experiment file"]),
+    (["predict", FILE, "--arrivals", "x.csv"], ["--arrivals does not go with an experiment file"]),
+    (["explain", FILE, "--on", "a100"], ["--on does not go with an experiment file"]),
+    ([*PREDICT, "--plan", "one"], ["--plan one does not go with a model", "an ablation's file"]),
+    ([*SERVE, "--goal", "memory"], ["goal memory", "the cache takes what the weights leave", "kv_cache_tokens"]),
+    ([*SERVE, "--slo", "peak_bytes=9GB"], ["a limit on peak_bytes", "the cache takes what the weights leave"]),
+    (["plan", FILE], ["is a TOML file, not a model", "config.json", "predict, explain, bench"]),
+    (["plan", "none.toml"], ["none.toml is a TOML file, not a model"]),
+    (["predict", "README.md"], ["README.md is no model", "ridgeline models", "config.json"]),
     (["techniques", "zeroo"], ["unknown technique 'zeroo'", "'zero'"]),
     (["models", "gpt22"], ["unknown model 'gpt22'", "'gpt2'"]),
     (["devices", "h2000"], ["unknown device 'h2000'", "'h200'"]),
@@ -222,6 +236,33 @@ def test_mistake(ridgeline, args, says):
     for text in says:
         assert text in err
     assert len(err) < 600
+
+
+def test_a_plan_of_which_none_is_predicted_says_why(ridgeline, tmp_path):
+    args = (
+        "plan",
+        "gpt2",
+        "--on",
+        "h100-sxm",
+        "--with",
+        "zero:stage=3",
+        "--only",
+        "flash_attention",
+        "--seq-len",
+        "64",
+    )
+    code, out, _ = ridgeline(*args, "--workers", "1", "--out", str(tmp_path))
+    assert code == 1
+    assert "refused:\n" in out
+    assert "there is only 1 process" in out.partition("refused:")[2]
+
+
+def test_lengths_that_vary_are_an_option(ridgeline):
+    args = ("predict", "gpt2", "--on", "a100-40g-sxm", "--task", "serve", "--requests", "8", "--json")
+    code, out, _ = ridgeline(*args, "--length-cv", "0.5")
+    assert code == 0
+    assert json.loads(out)["experiment"]["workload"]["length_cv"] == 0.5
+    assert ridgeline(*args, "--length-cv", "9")[0] == 2
 
 
 FILES = [

@@ -190,3 +190,21 @@ def test_captured_prompts_are_padded():
     assert whole - padded == pytest.approx(own.prompt_attention(1280, 0) - own.prompt_attention(1030, 0))
     assert eager.mixed([(1030, 0)], 0, 0) < padded
     assert eager.mixed([(1280, 0)], 0, 0) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(
+    ("engine", "plan", "said"),
+    [
+        ("", ["length_dp"], "fewer sequences decode at once"),
+        ("hf", ["length_dp"], "fewer sequences decode at once"),
+        ("vllm", ["length_dp"], "have no pads"),
+        ("", ["length_dp", "continuous_batching"], ""),
+        ("", [], ""),
+    ],
+)
+def test_what_a_queue_divided_by_length_costs_is_said(engine, plan, said):
+    work = {"kind": "serve", "concurrency": 4, "requests": 8, "prompt_len": 64, "output_len": 16, "engine": engine}
+    notes = predict(experiments.make("gpt2", "a100-80g-sxm", {**work, "length_cv": 0.5}, plan)).notes
+    found = [note for note in notes if "pads" in note]
+    assert len(found) == bool(said)
+    assert all(said in note for note in found)

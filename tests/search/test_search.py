@@ -204,7 +204,12 @@ def test_a_model_too_large_for_one_device_is_served_as_well_as_one_that_fits(mod
 def test_a_serving_load_that_is_left_open_shows_what_the_devices_can_do():
     q = Question(catalog.model("llama3.1-8b"), catalog.cluster("h100-sxm"), Serve(requests=40))
     assert q.workload.concurrency == 40
-    assert load(q.workload) == ["load: 40 requests at once, of 512 + 128 tokens (--rate, --concurrency)"]
+    at_once, equal = load(q.workload)
+    assert at_once == "load: 40 requests at once, of 512 + 128 tokens (--rate, --concurrency)"
+    assert equal.startswith("all requests have the same lengths")
+    assert "--length-cv" in equal
+    assert len(load(q.workload.model_copy(update={"length_cv": 0.5}))) == 1
+    assert len(load(q.workload.model_copy(update={"output_cv": 0.5}))) == 1
     for kept in (replace(q, workload=Serve(), goal="latency"), replace(q, workload=Serve(), slo={"tpot_s": 0.1})):
         assert kept.workload.open_load
         assert load(kept.workload) == ["load: 1 requests/s, of 512 + 128 tokens (--rate, --concurrency)"]
@@ -468,3 +473,10 @@ def test_three_that_help_only_together_are_found():
     q = Question(catalog.model("llama3.1-8b"), catalog.cluster("h100-sxm"), workload)
     best = search(q, workers=1).best[0]
     assert {"continuous_batching", "chunked_prefill", "padding_free"} <= best.names
+
+
+def test_a_fixed_technique_that_splits_the_batch_needs_no_other():
+    q = question("gpt2", "2xa100-80g-sxm", workload=Pretrain(seq_len=128, batch_size=8), only={"flash_attention"})
+    best = search(replace(q, fixed=Plan.parse(["zero:stage=3"])), workers=1).best[0]
+    assert best.names == {"zero", "flash_attention"}
+    assert best.experiment.gradient_ranks == 2

@@ -96,6 +96,10 @@ def model(name: str, files: bool = True) -> ModelSpec:
     from ridgeline.spec.model import ModelSpec
 
     path = Path(name).expanduser()
+    if files and name.endswith(".toml"):
+        raise UserError(f"{name} is a TOML file, not a model",
+                        "give a catalog model's name (`ridgeline models`), a config.json or a directory that has one; "
+                        "predict, explain, bench, dissect and ablate take experiment files")  # fmt: skip
     if files and _named_model(name) is None and path.exists():
         return ModelSpec.from_path(path)
     key = _resolve_model(name)

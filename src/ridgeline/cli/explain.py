@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typer
+
 from ridgeline.cli.base import Json, On, PlanName, With, app
 from ridgeline.cli.workload_options import Given, Model, Task, experiment_from_options, workload_options
 
@@ -9,6 +11,7 @@ from ridgeline.cli.workload_options import Given, Model, Task, experiment_from_o
 @app.command()
 @workload_options
 def explain(
+    ctx: typer.Context,
     model: Model,
     on: On = "local",
     task: Task = "pretrain",
@@ -24,5 +27,5 @@ def explain(
     from ridgeline.predict.explain import explain as run
     from ridgeline.predict.explanation_text import as_dict, print_explanation
 
-    found = run(experiment_from_options(model, on, task, with_, plan, given))
+    found = run(experiment_from_options(ctx, model, on, task, with_, plan, given))
     print(js.dumps(as_dict(found))) if json else print_explanation(found)

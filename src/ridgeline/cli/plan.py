@@ -86,13 +86,14 @@ def plan(
         plan_again(running, on, lost or [], steps_left, method or "alpa", out, workers, json)
         return
     goal = goal or "throughput"
+    spec = catalog.model(model)  # what is no model is said first, on machines without a profile too
     cluster = catalog.cluster(on)
     fields = workload_fields(model, task, given)
     trains = task in ("pretrain", "finetune")
     if trains:  # throughput needs one batch size for all layouts
         fields.setdefault("batch_size", 4 * cluster.size)
     # A plan that divides the model has fewer replicas than devices, which need not divide the batch.
-    e = experiments.make(model, Cluster(device=cluster.device) if trains else cluster, fields, [])
+    e = experiments.make(spec, Cluster(device=cluster.device) if trains else cluster, fields, [])
     question = Question(
         e.model, cluster, e.workload, goal, parse_slo(slo or []), experiments.plan_of(with_ or [], "--with"),
         frozenset(allow or ()), frozenset(only or ()), frozenset(forbid or ()),
@@ -122,6 +123,9 @@ def plan(
         print("\n".join(f"  {line}" for line in [*answer_tables.load(answer.question.workload), *reasons]))
         if miss:
             print(f"closest miss: {' '.join(brief(miss[0].experiment.plan))}: {miss[1]}")
+        else:  # none was predicted
+            print("refused:")
+            print("\n".join(f"  {n} plans: {why.splitlines()[0]}" for why, n in answer.found.refusals.most_common(3)))
         print("smallest relaxations:" if ways else "no single relaxation was found")
         print("\n".join(f"  {r.change}: {' '.join(r.plan) or '(no technique)'}" for r in ways))
     if not answer.best:

@@ -20,6 +20,7 @@ from ridgeline.cli.workload_options import (
 @app.command()
 @workload_options
 def predict(
+    ctx: typer.Context,
     model: Model,
     on: On = "local",
     task: Task = "pretrain",
@@ -44,7 +45,7 @@ def predict(
         others = {"--on": on != "local", "--with": with_, "--plan": plan, "--trace": trace}
         result = predicted_fleet(fleet, model, task, given, others)
     else:
-        e = experiment_from_options(model, on, task, with_, plan, given)
+        e = experiment_from_options(ctx, model, on, task, with_, plan, given)
         result = run(e)
         if trace:
             predicted_trace(e, trace)

@@ -31,6 +31,9 @@ def _options(
     micro_batch_size: Annotated[int | None, typer.Option(help="Micro-batch size per device, in sequences.")] = None,
     prompt_len: Annotated[str | None, typer.Option(help="Prompt length in tokens (generate; mean for serve).")] = None,
     output_len: Annotated[str | None, typer.Option(help="Output length in tokens (generate; mean for serve).")] = None,
+    length_cv: Annotated[
+        float | None, typer.Option(help="Coefficient of variation of both lengths; 0: all equal (serve).")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second (serve).")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Number of closed-loop clients (serve).")] = None,
     arrivals: Annotated[Path | None, typer.Option(help="Trace of requests, CSV or JSON lines (serve).")] = None,
@@ -50,6 +53,7 @@ def _options(
     return {
         "seq_len": _length("seq_len", seq_len), "batch_size": batch_size, "micro_batch_size": micro_batch_size,
         "prompt_len": _length("prompt_len", prompt_len), "output_len": _length("output_len", output_len),
+        "length_cv": length_cv,
         "rate": rate, "concurrency": concurrency, "trace": str(arrivals) if arrivals else None, "requests": requests,
         "shared_prefix": shared_prefix, "engine": engine, "slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "dtype": dtype,
     }  # fmt: skip
@@ -82,14 +86,24 @@ def _length(name: str, text: str | None) -> int | None:
 
 
 def experiment_from_options(
-    model: str, on: str, task: str, with_: list[str] | None, plan: str | None, given: Given
+    ctx: typer.Context, model: str, on: str, task: str, with_: list[str] | None, plan: str | None, given: Given
 ) -> Experiment:
-    """The experiment of a command's options, or of a TOML file."""
+    """The experiment of a command's options, or of a TOML file, which goes with none of them but ``--plan``."""
     from ridgeline import experiments
 
     if model.endswith(".toml"):
+        for option in _written(ctx, "on", "task", "with_", *inspect.signature(_options).parameters):
+            raise UserError(f"{option} does not go with an experiment file", f"change {model}, or give a model's name")
         return load(model, plan, [])
+    if plan:
+        raise UserError(f"--plan {plan} does not go with a model", "it chooses among the plans of an ablation's file")
     return experiments.make(model, on, workload_fields(model, task, given, on, with_), with_ or [])
+
+
+def _written(ctx: typer.Context, *names: str) -> list[str]:
+    """The options that a command line has among those of these parameters, defaults that are written out too."""
+    sources = {p.opts[0]: ctx.get_parameter_source(p.name) for p in ctx.command.params if p.name in names}
+    return [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def workload_fields(model: str, task: str, given: Given, on: str = "", with_: list[str] | None = None) -> Given:

@@ -29,6 +29,9 @@ def known_of(e: Experiment, techniques: Sequence[Technique], waiting: float) -> 
     """What is known of the prediction of a resolved experiment, and in words what is not. ``waiting``: share of the
     mean time to first token that requests wait for others."""
     notes, device = [], e.cluster.device
+    dtypes = {e.dtype, *(getattr(t, "dtype", "") for t in techniques)}
+    if device.kind == "gpu" and "bf16" in dtypes and "bf16" not in device.peak_flops and "fp16" in device.peak_flops:
+        notes.append(f"{device.name} has no arithmetic in bf16: predicted at its rate in fp16, which dtype=fp16 states")
     unlike = [t.card.name for t in techniques if e.task not in t.card.validated]
     if unlike and device.kind == "gpu":
         notes.append(f"wider interval: no published measurement was at hand of {', '.join(unlike)} in {e.task}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ridgeline.graph import Graph, training_graph
@@ -9,7 +10,7 @@ from ridgeline.predict.common import beyond_host, cost_of, rank_cluster, rewritt
 from ridgeline.predict.predict import predict
 from ridgeline.predict.segments import segments
 from ridgeline.predict.step.in_step import training_factors
-from ridgeline.predict.step.peak_memory import resident
+from ridgeline.predict.step.peak_memory import least_activations, resident
 from ridgeline.predict.step.streams import block_times
 from ridgeline.predict.step.training_step import tightest, timed, update_ops
 from ridgeline.spec.device import Cluster
@@ -32,7 +33,7 @@ class Quick:
     complete: bool = True
     """Whether the peak is the step's actual peak; False: already a lower bound of it exceeds the device's memory."""
     states_fit: bool = True
-    """Whether the states alone fit in the device's memory."""
+    """Whether the states alone fit in the device's memory, and in the room that was given."""
     floor: float = 0.0
     """Lower bound in seconds for every other placement of the same states: computation without communication and
     update."""
@@ -78,8 +79,10 @@ def quick(
     always: bool = False,
     prepared: Graph | None = None,
     activations: float = 0.0,
+    room: float = math.inf,
 ) -> Quick:
-    """Predict a normalized, checked experiment. Times are omitted when it does not fit, unless ``always``.
+    """Predict a normalized, checked experiment. Times are omitted when it does not fit, or takes more than ``room``
+    bytes of memory in training, unless ``always``.
 
     ``prepared`` is the graph that :func:`prepare` created for it; it is not changed. ``activations``: bytes of
     activations and temporaries that are known to exist at one time.
@@ -91,8 +94,8 @@ def quick(
         return Quick(values, {m.category: m.bytes for m in r.memory}, e.cluster.device.memory_bytes, blocked)
     parts = segments(e, techniques)
     if len(parts) > 1:
-        return _mean([(share, _quick(part, techniques, always, None, 0.0)) for share, part in parts])
-    return _quick(e, techniques, always, prepared, activations)
+        return _mean([(share, _quick(part, techniques, always, None, 0.0, room)) for share, part in parts])
+    return _quick(e, techniques, always, prepared, activations, room)
 
 
 def _mean(found: list[tuple[float, Quick]]) -> Quick:
@@ -112,7 +115,7 @@ def _mean(found: list[tuple[float, Quick]]) -> Quick:
 
 
 def _quick(
-    e: Experiment, techniques: list[Technique], always: bool, prepared: Graph | None, activations: float
+    e: Experiment, techniques: list[Technique], always: bool, prepared: Graph | None, activations: float, room: float
 ) -> Quick:
     cluster = rank_cluster(e)
     g = prepared.copy() if prepared else prepare(e, techniques)
@@ -123,10 +126,10 @@ def _quick(
     device = max((part.device for part in cluster.parts or (cluster,)), key=lambda d: d.memory_bytes)
     if not always:
         least = {**resident(g), "framework": device.reserved_bytes}
-        states_fit = sum(least.values()) <= device.memory_bytes
+        states_fit = sum(least.values()) <= min(device.memory_bytes, room)
         if states_fit and activations:
             least |= {"gradients": 0.0, "activations": activations}
-        if sum(least.values()) > device.memory_bytes:
+        if sum(least.values()) > min(device.memory_bytes, room):
             return Quick({"peak_bytes": sum(least.values())}, least, device.memory_bytes, complete=False,
                          states_fit=states_fit)  # fmt: skip
     update = update_ops(g, e)
@@ -135,7 +138,7 @@ def _quick(
     categories = {**peak.categories, "framework": device.reserved_bytes}
     peak_bytes = sum(categories.values())
     out = Quick({"peak_bytes": peak_bytes}, categories, device.memory_bytes, beyond_host(g, cluster))
-    if not out.fits and not always:
+    if not (out.fits and peak_bytes <= room) and not always:
         return out
     step, delay = timed(g, update, cluster)
     seconds = step.seconds + delay
@@ -152,6 +155,14 @@ def _quick(
     out.metrics |= cost_of(e.cluster, rate)
     out.floor = step.seconds - step.exposed - step.dispatch
     return out
+
+
+def least_bytes(prepared: Graph, e: Experiment) -> float:
+    """Lower bound of a rank's memory peak in training, whatever is placed where: what ``prepared``, the graph of
+    :func:`prepare` or :func:`split`, needs for activations, and the framework."""
+    cluster = rank_cluster(e)
+    reserved = min(part.device.reserved_bytes for part in cluster.parts or (cluster,))
+    return least_activations(prepared) + reserved
 
 
 def computation(e: Experiment, techniques: list[Technique]) -> float:

@@ -120,9 +120,12 @@ def load(w: Workload) -> list[str]:
     lengths = f"of {w.prompt_len} + {w.output_len} tokens" + (" on average" if w.length_cv or w.output_cv else "")
     if w.offered:
         return [f"load: {w.offered:g} requests/s, {lengths}" + (" (--rate, --concurrency)" if w.open_load else "")]
+    equal = [] if w.length_cv or w.output_cv else [
+        "all requests have the same lengths, so that those of a batch end together: --length-cv says how much they vary"
+    ]  # fmt: skip
     if w.concurrency == (w.requests or REQUESTS):
-        return [f"load: {w.concurrency} requests at once, {lengths} (--rate, --concurrency)"]
-    return [f"load: {w.concurrency} clients, each with its next request when the last is answered, {lengths}"]
+        return [f"load: {w.concurrency} requests at once, {lengths} (--rate, --concurrency)", *equal]
+    return [f"load: {w.concurrency} clients, each with its next request when the last is answered, {lengths}", *equal]
 
 
 def _where(name: str, a: Answer) -> str:

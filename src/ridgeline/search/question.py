@@ -61,6 +61,12 @@ class Question:
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
             raise UserError(f"unknown goal {self.goal!r}", f"goals: {', '.join(GOALS)}")
+        asked = "goal memory" if self.goal == "memory" else "a limit on peak_bytes" if "peak_bytes" in self.slo else ""
+        if asked and isinstance(self.workload, Serve) and self.workload.kv_cache_bytes is None:
+            raise UserError(
+                f"{asked} tells no plans for serving apart: the cache takes what the weights leave",
+                "give --goal cost for the fewest devices, or --slo kv_cache_tokens=N for room in the cache",
+            )
         for name in (*self.allow, *self.only, *self.forbid):
             if name not in registry():
                 raise unknown("technique", name, registry(), "allow/only/forbid")

@@ -19,8 +19,8 @@ from multiprocessing import get_context
 from ridgeline.graph import Graph
 from ridgeline.graph.schedule import idle_share
 from ridgeline.predict.interval import STEP
-from ridgeline.predict.quick import Quick, computation, prepare, quick, split
-from ridgeline.search.found import Answer, Found, Setting, Tried, count_nodes, order, share
+from ridgeline.predict.quick import Quick, computation, least_bytes, prepare, quick, split
+from ridgeline.search.found import KEPT, WORTH, Answer, Found, Setting, Tried, count_nodes, order, share
 from ridgeline.search.question import Question
 from ridgeline.search.settle import settle
 from ridgeline.search.space import (
@@ -45,6 +45,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.registry import techniques_of
+from ridgeline.techniques.technique import Technique
 
 SLACK = 1.1
 """Plans whose bound is this many times slower than the best found are not looked at: also the reach of the front."""
@@ -68,6 +69,15 @@ def search(
 ) -> Answer:
     """Search the space of plans for the question's goal; with ``first_feasible`` stop at the first feasible plan."""
     start = time.perf_counter()
+    answer = None
+    if question.training and "peak_bytes" in question.slo:
+        answer = _beyond_memory(question, workers, progress, first_feasible)
+    answer = answer or _search(question, workers, progress, first_feasible)
+    answer.seconds = time.perf_counter() - start
+    return answer
+
+
+def _search(question: Question, workers: int, progress: Progress | None, first_feasible: bool) -> Answer:
     bases = [b for c in sub_clusters(question.cluster, question.goal == "cost") for b in _bases(question, c)]
     settled = settle(question, bases[0])
     known = [cls for cls in question.techniques() if cls.card.name not in settled.without_effect]
@@ -95,8 +105,25 @@ def search(
     if question.training and question.goal != "memory" and answer.best:  # beyond the bound's reach it is incomplete
         limit = SLACK * min(t.weighed(question) for t in answer.best)
         found.front = [t for t in found.front if t.weighed(question) <= limit]
-    answer.seconds = time.perf_counter() - start
     return answer
+
+
+def _beyond_memory(q: Question, workers: int, progress: Progress | None, first_feasible: bool) -> Answer | None:
+    """The answer where no plan keeps the limit on memory, whatever its time: the plans that take least. None: one does
+    keep it. Plans past a limit that many keep are left out by bounds, but no bound tells which comes nearest."""
+    alone = replace(q, goal="memory", slo={"peak_bytes": q.slo["peak_bytes"]})
+    kept = _search(alone, 1, progress, first_feasible=True)
+    if kept.best or first_feasible:
+        return None if kept.best else replace(kept, question=q)
+    least = _search(replace(alone, slo={}), workers, progress, first_feasible=False)
+    if not least.best:
+        return replace(least, question=q)
+    counts = least.found.counts
+    counts["missed"] += counts.pop("feasible", 0)
+    found = Found(counts=counts, refusals=least.found.refusals)
+    for t in sorted(least.found.fitting.values(), key=order)[:KEPT]:
+        found.infeasible(Tried(t.experiment, t.quick, t.rank, q.misses(t.metrics), q.excess(t.metrics)))
+    return Answer(q, found, {}, least.without_effect, 0.0)
 
 
 def _by_offload(q: Question, spaces: list[Slots]) -> list[list[Slots]]:
@@ -153,7 +180,9 @@ def _look_around(q: Question, bases: list[Experiment], spaces: list[Slots], best
                 if micro < 1 or base.batch_size % micro:
                     continue
                 e, techniques = candidate(base, chosen, int(micro))
-                if not refusal((e, techniques), whole=True) and splits_batch(chosen) == (e.gradient_ranks > 1):
+                if not refusal((e, techniques), whole=True) and splits_batch(tuple(techniques)) == (
+                    e.gradient_ranks > 1
+                ):
                     _judge(q, e, quick(e, techniques), found)
 
 
@@ -189,7 +218,7 @@ def _bases(q: Question, cluster: Cluster) -> list[Experiment]:
 
 @dataclass(slots=True)
 class SearchNode:
-    """A mesh, a shape and a micro-batch size, with the least (weighed) seconds that any plan with them takes."""
+    """A mesh, a shape and a micro-batch size, with what they need at least (:func:`_bound`)."""
 
     base: int
     chosen: Set
@@ -211,12 +240,31 @@ def _nodes(
             continue
         chosen = with_settled(base, mesh + shape, space.settled)
         sizes = micro_batches(base, degree, q.free_micro_batch)
-        if q.goal == "memory" and not q.slo:  # a larger micro-batch only keeps more
+        if q.goal == "memory" and not q.slo.keys() - {"peak_bytes"}:  # a larger micro-batch only keeps more
             found.count("dominated", space.below * (len(sizes) - 1))
             sizes = sizes[:1]
         for micro in sizes:
-            bound = computation(*candidate(base, chosen, micro)) * q.weight(base.cluster) if q.training else 0.0
-            yield SearchNode(index, chosen, micro, bound)
+            yield SearchNode(index, chosen, micro, _bound(q, *candidate(base, chosen, micro)))
+
+
+def _bound(q: Question, e: Experiment, techniques: list[Technique]) -> float:
+    """Least (weighed) seconds of what is below a node; with goal memory bytes instead, which only order the nodes."""
+    if not q.training:
+        return 0.0
+    if q.goal == "memory":
+        return least_bytes(prepare(e, techniques), e)
+    return computation(e, techniques) * q.weight(e.cluster)
+
+
+def _past(q: Question, room: float) -> str:
+    """What plans count as that take more than ``room``."""
+    return "missed" if room == q.slo.get("peak_bytes") else "bounded"
+
+
+def _room(q: Question, found: Found) -> float:
+    """Bytes per rank above which a plan is no answer: beyond the limit, or far behind the least that was found."""
+    limit = q.slo.get("peak_bytes", math.inf)
+    return min(limit, WORTH * found.smallest) if q.goal == "memory" else limit
 
 
 def _walk(
@@ -247,6 +295,7 @@ def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found
     """Every split and placement of a node. Offloading is only tried where no other placement fits."""
     core = prepare(*candidate(base, node.chosen, node.micro)) if q.training else None
     possible, apart = beside(node.chosen, space.placements)
+    fixed = splits_batch(tuple(techniques_of(base.plan)))
     for chosen in space.combinations("split"):
         e, techniques = candidate(base, node.chosen + chosen, node.micro)
         refused = refusal((e, techniques), whole=True)
@@ -256,11 +305,16 @@ def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found
         parallel = q.training and e.gradient_ranks > 1
         for reason, n in apart.items():
             found.refuse(reason, n)
-        placements = [p for p in possible if not q.training or splits_batch(p) == parallel]
+        placements = [p for p in possible if not q.training or (fixed or splits_batch(p)) == parallel]
         if len(placements) < len(possible):
             why = "placement: gradients are reduced exactly where there are several data-parallel ranks"
             found.refuse(why, len(possible) - len(placements))
-        _place(q, base, node, chosen, placements, split(core, e, techniques) if core else None, found)
+        prepared = split(core, e, techniques) if core else None
+        room = _room(q, found)
+        if prepared and room < math.inf and least_bytes(prepared, e) > room:
+            found.count(_past(q, room), len(placements))
+            continue
+        _place(q, base, node, chosen, placements, prepared, found)
 
 
 def _place(
@@ -274,7 +328,7 @@ def _place(
 ) -> None:
     """The placements of one split into stages: those that offload come last."""
     everything, weight = q.goal == "memory", q.weight(base.cluster)
-    floor = node.bound  # least seconds of any of them
+    floor = 0.0 if everything else node.bound  # least seconds of any of them
     if prepared and (pipe := prepared.pipeline):
         floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
     timed_floor = 0.0  # the same of those that were timed
@@ -289,12 +343,13 @@ def _place(
             return
         kind = (node.base, frozenset(t for t in node.chosen if t.phase != "recompute"), stages, placement)
         most = max(part.device.memory_bytes for part in base.cluster.parts or (base.cluster,))
-        room = min(most, found.smallest if everything else math.inf)
+        room = min(most, _room(q, found))
         if not offloads(placement) and kept > room:
             found.count("bounded" if kept <= most else "oversize", 1)
             continue
         if kind in found.too_large or kind in found.exhausted:
-            found.count("oversize" if kind in found.too_large else "dominated", 1)
+            too_large = _past(q, room) if room < most else "oversize"
+            found.count(too_large if kind in found.too_large else "dominated", 1)
             continue
         e, techniques = candidate(base, node.chosen + stages + placement, node.micro)
         refused = refusal((e, techniques))
@@ -304,7 +359,7 @@ def _place(
             found.refuse(refused, 1)
             continue
         stay = 0.0 if moves_activations(placement) else saved if offloads(placement) else kept
-        timed = quick(e, techniques, prepared=prepared, activations=stay)
+        timed = quick(e, techniques, prepared=prepared, activations=stay, room=room)
         timed_floor = timed_floor or timed.floor * weight
         floor = max(floor, timed_floor)
         if not offloads(placement) and timed.complete:
@@ -312,6 +367,11 @@ def _place(
             kept = max(kept, timed.peak.get("activations", 0.0) + timed.peak.get("temporaries", 0.0))
         if not timed.states_fit:
             found.too_large.add(kind)
+        if timed.fits and q.training and timed.metrics["peak_bytes"] > room:
+            if not timed.states_fit:
+                found.too_large.add(kind)
+            found.count(_past(q, room), 1)
+            continue
         judged = _judge(q, e, timed, found)
         if timed.fits and not offloads(placement) and "peak_bytes" not in q.slo:
             fits = True  # what misses another limit from the device's memory misses it by more from elsewhere

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -290,6 +291,8 @@ def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
         whole = [n for n in (2, 4, 8) if n > c.size]
         larger = [(f"{n} devices", replace(q, cluster=c.model_copy(update={"devices_per_node": n}))) for n in whole]
     yield larger
+    if q.training and q.slo.get("peak_bytes", math.inf) <= c.device.memory_bytes:
+        return  # what a step takes is no less on a device that has more
     room = 1.05 * c.device.memory_bytes
     known = [d for d in map(catalog.device, catalog.devices()) if d.kind == c.device.kind and d.memory_bytes > room]
     known.sort(key=lambda d: (d.memory_bytes, d.name))

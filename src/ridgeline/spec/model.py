@@ -455,7 +455,8 @@ class ModelSpec(BaseModel):
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as e:
-            raise UserError(f"{file} is not valid JSON: {e}") from None
+            fix = "give a catalog model's name (`ridgeline models`), a config.json or a directory that has one"
+            raise UserError(f"{file} is no model: it is not valid JSON: {e}", fix) from None
         if not isinstance(config, dict):
             raise UserError(f"{file} does not hold a JSON object", "give a Hugging Face config.json")
         if path.is_dir():

@@ -148,6 +148,12 @@ def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterat
                " engine, or add them")  # fmt: skip
     if engine.name == OWN and not usual:
         yield f"without {', '.join(missing)}, which `ridgeline serve` has by default: add them to predict that"
+    s = engine.scheduling(techniques)
+    if s.cut and not s.limits.padded:
+        yield "batches of this engine have no pads: dividing the queue by length saves none"
+    elif s.cut and not s.limits.continuous:
+        yield ("the queue is divided by what prompts cost, and each batch runs until its last sequence ends: smaller"
+               " batches save pads, but fewer sequences decode at once")  # fmt: skip
 
 
 def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Result:

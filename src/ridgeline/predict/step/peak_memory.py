@@ -142,6 +142,17 @@ def training_peak(g: Graph, ranks: Collection[int] = ()) -> Peak:
     return best
 
 
+def least_activations(g: Graph) -> float:
+    """Bytes of activations and temporaries that a step needs wherever parameters, gradients, states and saved
+    activations are: the peak as if each block's saved activations were here only while it runs. ``g`` is not changed.
+    """
+    alone = g.copy()
+    alone.close()
+    for b in alone.blocks:
+        b.params, b.hosted = [], b.saved_bytes
+    return training_peak(alone).total
+
+
 def _outputs(g: Graph, blocks: list[Block], sends: int) -> float:
     """Bytes of what a rank's stages have put out at its last backward pass: to ``sends`` others, and 16-bit logits."""
     logits = (o.shape[0] * o.shape[1] * _width(o) for b in blocks for o in b.forward if o.name == "head.out")

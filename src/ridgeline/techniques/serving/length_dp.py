@@ -18,7 +18,8 @@ class LengthDP(Technique):
     """Divide the queue into batches of similar length to minimize the cost of padding (TurboTransformers): of all
     partitions, the one with the smallest sum of batch times, which are measured once when the engine starts. Every
     batch of a queue is served before requests that arrive later. Only padded batches benefit: packed ones have no
-    padding."""
+    padding. The time is that of prompts: batches that run until all outputs end decode fewer sequences at once, and
+    long outputs then take more time than the pads saved."""
 
     card: ClassVar[Card] = Card(
         name="length_dp",

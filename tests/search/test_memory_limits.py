@@ -1,0 +1,88 @@
+"""Limits on memory, and the least of it: bounds of what a plan takes, and how many plans are predicted."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ridgeline import catalog
+from ridgeline.predict.quick import least_bytes, prepare, quick, split
+from ridgeline.search import Question, search
+from ridgeline.search.space import beside, candidate, refusal, slots, splits_batch, with_open_options
+from ridgeline.search.why import closest_miss
+from ridgeline.spec.workload import FineTune, Pretrain
+
+FEW = frozenset({"tensor_parallel", "recompute", "flash_attention", "mixed_precision", "data_parallel", "zero",
+                 "zero_infinity", "activation_offload"})  # fmt: skip
+WORK = Pretrain(seq_len=2048, batch_size=8)
+
+
+def question(goal="throughput", on="2xh100-sxm", workload=WORK, **more) -> Question:
+    return Question(catalog.model("llama2-7b"), catalog.cluster(on), workload, goal, **{"only": FEW, **more})
+
+
+@pytest.fixture
+def predicted(monkeypatch):
+    """The plans that searches predict."""
+    plans = []
+    module = sys.modules["ridgeline.search.search"]
+
+    def counted(e, *args, **options):
+        plans.append(e)
+        return quick(e, *args, **options)
+
+    monkeypatch.setattr(module, "quick", counted)
+    return plans
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_the_bound_holds_for_every_placement(micro):
+    q = question("memory", "4xh100-sxm", only=FEW | {"pipeline", "zero_offload"})
+    base = q.base(q.cluster)
+    space = slots(q, base, q.techniques())
+    judged = 0
+    for mesh in space.combinations("mesh"):
+        for shape in list(space.combinations("shape"))[::5]:
+            if refusal(candidate(base, mesh + shape)):
+                continue
+            core = prepare(*candidate(base, mesh + shape, micro))
+            for stages in list(space.combinations("split"))[::3]:
+                e, techniques = candidate(base, mesh + shape + stages, micro)
+                if refusal((e, techniques), whole=True):
+                    continue
+                bound = least_bytes(split(core, e, techniques), e)
+                for placement in beside(mesh + shape, space.placements)[0]:
+                    point = candidate(base, mesh + shape + stages + placement, micro)
+                    if splits_batch(placement) != (e.gradient_ranks > 1) or refusal(point):
+                        continue
+                    point = with_open_options(*point)[:2]
+                    assert bound <= quick(*point, always=True).metrics["peak_bytes"]
+                    judged += 1
+    assert judged > 100
+
+
+@pytest.mark.parametrize("workload", [WORK, FineTune(seq_len=2048, batch_size=8)], ids=lambda w: w.kind)
+@pytest.mark.parametrize("goal", ["throughput", "memory"])
+def test_a_limit_that_no_plan_keeps_is_answered_by_the_least(workload, goal, predicted):
+    least = search(question("memory", workload=workload), workers=1).best[0]
+    peak = least.metrics["peak_bytes"]
+    predicted.clear()
+    answer = search(question(goal, workload=workload, slo={"peak_bytes": 0.5 * peak}), workers=1)
+    assert not answer.best
+    assert closest_miss(answer)[0].metrics["peak_bytes"] == peak
+    assert closest_miss(answer)[1].startswith("peak_bytes")
+    assert len(predicted) < 400  # without bounds 828
+
+
+def test_a_limit_that_one_plan_keeps_has_it_as_its_answer():
+    peak = search(question("memory"), workers=1).best[0].metrics["peak_bytes"]
+    answer = search(question(slo={"peak_bytes": 1.001 * peak}), workers=1)
+    assert peak <= answer.best[0].metrics["peak_bytes"] <= 1.001 * peak
+
+
+def test_the_least_memory_is_found_without_timing_what_is_far_from_it():
+    answer = search(question("memory"), workers=1)
+    counts = answer.found.counts
+    assert counts["feasible"] < 104  # of 208 that fit
+    assert sum(v for k, v in counts.items() if k != "considered") == counts["considered"]
