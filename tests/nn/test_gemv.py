@@ -8,8 +8,8 @@ from tests.serving import spec
 from torch import nn
 
 from ridgeline.nn.kernels import functions, gemv, gpu, products
-from ridgeline.nn.model.init import build
 from ridgeline.nn.model import fused
+from ridgeline.nn.model.init import build
 from ridgeline.nn.model.served import join_served
 from ridgeline.nn.quant.codes import counters
 from ridgeline.nn.quant.quantized import replace_linears
