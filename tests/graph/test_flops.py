@@ -133,11 +133,12 @@ def test_lora_trains_nothing_below_the_first_adapter(spec, twins, targets, other
         assert backward < in_graph(twins(spec).graph(), "backward")
 
 
-@pytest.mark.parametrize("others", [[], ["flash_attention"]], ids="+".join)
-def test_a_draft_head_trains_beside_a_frozen_model(spec, twins, others):
+@pytest.mark.parametrize(("spec", "attention"), crossed(["naive", "flash_attention"], "naive"), indirect=["spec"])
+def test_a_draft_head_trains_beside_a_frozen_model(spec, twins, attention):
     """The model runs forward only; its output layer reads two hidden states of each place."""
     if not spec.causal or spec.is_encoder_decoder:
         pytest.skip("no decoder")
+    others = [attention] if attention == "flash_attention" else []
     both = twins(spec, ["eagle", *others])
     forward, backward, g = assert_equal_flops(both)
     head = 2 * spec.hidden_size * spec.vocab_size * g.tokens
@@ -149,7 +150,7 @@ def test_a_draft_head_trains_beside_a_frozen_model(spec, twins, others):
     assert backward < 3 * (layer + head)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("spec", "bits"), crossed(["4", "8"], "4"), indirect=["spec"])
 def test_rtn_changes_no_arithmetic(spec, twins, bits):
     plan = fitting(spec, ["lora:rank=4"])
     lora = twins(spec, plan).graph()
