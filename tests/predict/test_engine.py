@@ -337,3 +337,10 @@ def test_an_engine_that_sizes_its_iterations_for_the_context_says_so():
     assert r.status == "infeasible"
     assert "131072 tokens, its longest request (max_model_len)" in r.reason
     assert predict(experiments.make("llama3.1-8b", "rtx4090", {**work, "max_model_len": 4096}, [])).status == "ok"
+
+
+@pytest.mark.parametrize(("degree", "said"), [(2, False), (8, True)])
+def test_links_of_one_server_are_said_to_be(degree, said):
+    """Those of eight L40S differ by server; a pair's do not."""
+    e = experiments.make("llama2-7b", "8xl40s", {"kind": "serve"}, [f"tensor_parallel:degree={degree}"])
+    assert any("one measured server" in note for note in predict(e).notes) == said

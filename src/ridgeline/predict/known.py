@@ -32,6 +32,11 @@ def known_of(e: Experiment, techniques: Sequence[Technique], waiting: float) -> 
     dtypes = {e.dtype, *(getattr(t, "dtype", "") for t in techniques)}
     if device.kind == "gpu" and "bf16" in dtypes and "bf16" not in device.peak_flops and "fp16" in device.peak_flops:
         notes.append(f"{device.name} has no arithmetic in bf16: predicted at its rate in fp16, which dtype=fp16 states")
+    ranks = e.world if e.is_training else e.world // e.data_parallel
+    if device.link and device.link.server and min(ranks, e.cluster.devices_per_node) > device.link.spans[0][0]:
+        notes.append(
+            f"bandwidth between {device.name} is that of {device.link.server}, from which others may differ much"
+        )
     unlike = [t.card.name for t in techniques if e.task not in t.card.validated]
     if unlike and device.kind == "gpu":
         notes.append(f"wider interval: no published measurement was at hand of {', '.join(unlike)} in {e.task}")

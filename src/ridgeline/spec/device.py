@@ -71,6 +71,8 @@ class Link(BaseModel):
     """Whether a device reads and writes another's memory over it; false: bytes pass through host memory."""
     spans: Annotated[tuple[Span, ...], BeforeValidator(as_tuple)] = ()
     """Where host bridges or sockets lie between devices, by rising number: [neighbors, bandwidth of larger groups]."""
+    server: str = ""
+    """The one server that ``spans`` were measured in; empty: they hold for most."""
     source: str = ""
 
     @field_validator("spans")
