@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.model.moe import Experts
-from ridgeline.serve import build_engine
+from ridgeline.serve import build_engine, step_graphs
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.draft_tree import Draft
 from ridgeline.serve.drafting import Drafting
@@ -309,6 +309,14 @@ def test_tables_grow_in_steps():
     assert graphs.prompt_sizes[:5] == [(16, 0, 8, 1000), (16, 16, 8, 1000), (32, 0, 9, 1000), (32, 16, 9, 1000),
                                        (32, 32, 9, 1000)]  # fmt: skip
     assert graphs.prompt_sizes[-1] == (300, 100, 17, 1000)
+
+
+def test_no_step_is_captured_in_which_the_host_waits_for_experts(monkeypatch):
+    """One size that cannot be captured would leave all of them out."""
+    monkeypatch.setattr(step_graphs, "most_tokens_at_once", lambda _: 20)
+    graphs = StepGraphs(Runner(model(), 8, 4, 96), 1, Limits(100, 300), 4 * 1000, Recorder)
+    assert graphs.batches == [1, 2, 4, 8, 16]
+    assert {size.tokens for size in graphs.prompt_sizes} == {16}
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is nothing that cannot be captured")

@@ -1,5 +1,7 @@
 """Products of all experts with low-bit codes in one launch, against each expert's expanded weight."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,17 +11,18 @@ from tests.nn.test_packed_linear import record, rows
 
 from ridgeline import catalog
 from ridgeline.nn.kernels import lowbit_matmul
+from ridgeline.nn.kernels.dispatch import has_float8
 from ridgeline.nn.kernels.expert_rows import most_blocks
 from ridgeline.nn.kernels.grouped_codes import grouped_product, starts_of
 from ridgeline.nn.model import grouped_experts
 from ridgeline.nn.model.grouped_experts import group_experts
-from ridgeline.nn.model.moe import Experts
+from ridgeline.nn.model.moe import Experts, MoE, most_tokens_at_once
 from ridgeline.nn.quant import mxfp4
 from ridgeline.nn.quant.codec import E4M3
 from ridgeline.nn.quant.codes import Stripes
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import BIASES, PackedExperts
-from ridgeline.spec.lowbit import MANY_ROWS
+from ridgeline.spec.lowbit import FLOAT8_ROWS, MANY_ROWS
 from ridgeline.techniques.precision.fp8_linear_torch import store_experts
 
 OUT, WIDTH = 40, 256
@@ -155,3 +158,17 @@ def test_experts_of_several_kinds_stay_apart():
     layer = PackedExperts("relu", None, *linears)
     assert not group_experts(layer)
     assert layer.grouped is None
+
+
+def test_tokens_of_a_step_whose_experts_go_at_once():
+    """Of all kinds in a model those of the layer that takes fewest; other layers set no limit."""
+    spec = catalog.model("mixtral-tiny")
+    plain, coded = MoE(spec), MoE(spec)
+    assert most_tokens_at_once(torch.nn.ModuleList([plain])) == math.inf
+    holder = torch.nn.Module()
+    holder.experts = coded.experts
+    store_experts(holder)
+    coded.experts = holder.experts
+    assert group_experts(coded.experts)
+    most = FLOAT8_ROWS if has_float8(torch.device(DEVICE)) else MANY_ROWS
+    assert most_tokens_at_once(torch.nn.ModuleList([plain, coded])) == most * spec.num_experts / spec.experts_per_token

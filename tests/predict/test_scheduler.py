@@ -200,3 +200,15 @@ def test_a_whole_prompt_does_not_wait_until_all_others_end(padded, record):
     asked = [Arrival(0.0, 8, 200), Arrival(0.01, 64, 4)]
     out = Simulation(Toy(), s, 10**4, 10**6, asked, record=record).run()
     assert out.first[1] < 0.1 < out.finish[0]
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("record", [False, True])
+def test_gaps_add_up_to_the_time_behind_first_tokens(mixes, record):
+    """Also those in which sequences that decode wait for prompts in steps of their own, one after the other."""
+    s = Scheduling(limits=Limits(max_num_batched_tokens=64, chunked=False))
+    asked = [Arrival(0.003 * i, 64, 11) for i in range(8)]
+    out = Simulation(Toy(), s, 10**4, 10**6, asked, mixes=mixes, record=record).run()
+    behind = sum(finish - first for first, finish in zip(out.first, out.finish, strict=True))
+    assert sum(gap * count for gap, count in out.gaps) == pytest.approx(behind)
+    assert sum(count for _, count in out.gaps) == 8 * 10

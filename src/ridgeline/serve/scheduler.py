@@ -117,7 +117,7 @@ class Scheduler:
 
     def _needs_own_step(self, unfinished: list[Sequence]) -> bool:
         """Whether the next prompt may not be cut and does not fit beside the running sequences: these wait for a step,
-        as it would otherwise wait until all of them end."""
+        as it could otherwise have to wait until they end."""
         if self.limits.chunked or not self.waiting or not unfinished:
             return False
         first = self.waiting[0]

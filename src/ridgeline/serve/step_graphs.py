@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ridgeline.nn.memory.kv_pool import Piece
 from ridgeline.nn.memory.step_pages import Pages, Work, fewest_rows, launches, most_rows
+from ridgeline.nn.model.moe import most_tokens_at_once
 from ridgeline.spec.scheduling import (
     CAPTURED_SEQUENCES,
     FEW_DECODING,
@@ -190,13 +191,14 @@ class StepGraphs:
         """Of a program that takes a prompt's."""
         self.few = min(1 + drafts, FEW_ROWS // self.repeat)
         """Most new tokens of a sequence whose keys are split, in a step with prompts."""
-        self.batches = sorted({min(b, most) for b in BATCHES})
+        at_once = most_tokens_at_once(runner.model)  # of more, the host would wait for the experts' numbers of rows
+        self.batches = [b for b in sorted({min(b, most) for b in BATCHES}) if b <= at_once]
         self.widths, need = [NARROWEST], -(-longest // runner.block_size)
         while self.widths[-1] < need:
             self.widths.append(self.widths[-1] * WIDER)
         self.widths[-1] = min(self.widths[-1], need)
         self.decode_sizes = [Size(b, b, 0, w) for w in self.widths for b in self.batches]
-        self.prompt_sizes = self._prompt_sizes(limits)
+        self.prompt_sizes = [s for s in self._prompt_sizes(limits) if s.tokens <= at_once]
         self.graphs: dict[Size, _Graph] = {}
         self._shared: _Numbers | None = None
         """The numbers of steps with prompts."""
@@ -238,7 +240,7 @@ class StepGraphs:
             return None
         if tokens > n:
             return self._find_with_prompts(step, tokens)
-        if n > self.batches[-1]:
+        if not self.batches or n > self.batches[-1]:
             return None
         blocks = -(-max(p.length for p in step.pieces) // self.runner.block_size)
         batch = self.batches[bisect_left(self.batches, n)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ridgeline.spec.errors import UserError
+from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.result import Result
 from ridgeline.validate.csv_table import BadCell, CsvRow
 
@@ -22,7 +22,7 @@ def tensor_degree(row: CsvRow, predicted: Callable[[int], Result]) -> tuple[int,
     for degree in _DEGREES:
         try:
             result = predicted(degree)
-        except UserError as problem:
+        except Incompatible as problem:
             why = str(problem)
             continue
         if result.status == "ok":

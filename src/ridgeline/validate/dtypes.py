@@ -29,10 +29,10 @@ def dtype_of(row: CsvRow, column: str, default: str | None = None) -> str:
 def precision_of(row: CsvRow, column: str, default: str) -> str:
     """The format a training run computes in: fp8, fp16, bf16, tf32 or fp32, out of names like ``bf16-mixed``.
 
-    Raises :class:`BadCell` for a name without one, as ``mxfp8``, whose blocks have scales of their own.
+    Raises :class:`BadCell` for a name without one.
     """
     text = row.text(column, default).lower()
-    found = re.search(r"(?<![a-z])(?:bf(?:loat)?16|(?:fp|float|f)(8|16|32)|tf32|half|16)(?!\d)", text)
+    found = re.search(r"bf(?:loat)?16|(?:fp|float|f)(8|16|32)|tf32|half|16", text)
     if found is None:
         raise BadCell(f"column {column!r}: precision {text!r} is not known")
     if found[1]:

@@ -72,14 +72,21 @@ class GroupedExperts:
 
     def suits(self, experts: PackedExperts, rows: Tensor) -> bool:
         """Whether ``rows`` [n, h] are multiplied so: where experts have more, one after the other is faster."""
-        wholes = self._wholes(experts) if rows.is_cuda and has_triton() and not torch.is_grad_enabled() else None
         return (
-            wholes is not None
+            rows.is_cuda
+            and has_triton()
+            and not torch.is_grad_enabled()
             and rows.dtype in (torch.bfloat16, torch.float16)
-            and 0 < len(rows) <= self.count * min(w.most_rows(rows.device) for w in wholes)
+            and 0 < len(rows) <= self.most_rows(experts)
             and experts.bias_share == 1
             and self._biases_hold(experts)
         )
+
+    def most_rows(self, experts: PackedExperts) -> int:
+        """The most rows that are multiplied so; 0: the weights do not lie together any more."""
+        wholes = self._wholes(experts)
+        device = next(experts.parameters()).device
+        return 0 if wholes is None else self.count * min(w.most_rows(device) for w in wholes)
 
     def __call__(self, experts: PackedExperts, rows: Tensor, expert: Tensor) -> Tensor:
         """``rows`` [n, h] sorted by ``expert`` [n] → [n, h]."""

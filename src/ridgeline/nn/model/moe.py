@@ -5,6 +5,7 @@ Shapes: N tokens, E experts, k experts per token, h hidden, f inner width of one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,10 @@ class GroupableExperts(nn.Module):
     def groupable(self, rows: Tensor) -> bool:
         """Whether :meth:`together` can run on such rows."""
         return False
+
+    def most_rows(self) -> float:
+        """The most rows for which :meth:`groupable` may be true."""
+        return math.inf
 
     def together(self, rows: Tensor, expert: Tensor) -> Tensor:
         """All experts at once, without a wait for their numbers of rows: ``rows`` [n, h] sorted by ``expert`` [n]
@@ -98,6 +103,13 @@ class Experts(GroupableExperts):
         low = compute_dtype(rows) in (torch.bfloat16, torch.float16)
         fits = all(n % 8 == 0 for n in self.up_proj.shape[1:])
         return rows.is_cuda and plain and low and fits and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+def most_tokens_at_once(model: nn.Module) -> float:
+    """Tokens of a step up to which the experts of all layers may be computed at once."""
+    found = [m.experts.most_rows() / m.k for m in model.modules()
+             if isinstance(m, MoE) and isinstance(m.experts, GroupableExperts)]  # fmt: skip
+    return min(found, default=math.inf)
 
 
 def _plus(y: Tensor, biases: Tensor | None, expert: int, share: float = 1.0) -> Tensor:

@@ -48,6 +48,9 @@ class Together(Protocol):
     def suits(self, experts: PackedExperts, rows: Tensor) -> bool:
         """Whether it can."""
 
+    def most_rows(self, experts: PackedExperts) -> int:
+        """The most rows for which it can."""
+
     def __call__(self, experts: PackedExperts, rows: Tensor, expert: Tensor) -> Tensor:
         """``rows`` [n, h] sorted by ``expert`` [n] → [n, h]."""
 
@@ -83,6 +86,10 @@ class PackedExperts(GroupableExperts):
     def groupable(self, rows: Tensor) -> bool:
         """See :class:`GroupableExperts`."""
         return self.grouped is not None and self.grouped.suits(self, rows)
+
+    def most_rows(self) -> float:
+        """See :class:`GroupableExperts`."""
+        return super().most_rows() if self.grouped is None else self.grouped.most_rows(self)
 
     def together(self, rows: Tensor, expert: Tensor) -> Tensor:
         """See :class:`GroupableExperts`."""

@@ -203,12 +203,14 @@ class Iterations:
         engine: EngineCosts,
         contexts: tuple[int, int],
     ) -> None:
-        if engine.name == OWN and not (
-            captures(e.model)
-            and all(t.captured for t in techniques)
-            and _most_at_once(parts_of(e, techniques, cluster, engine))
-        ):
-            engine = replace(engine, graphs=False)
+        self.most_captured: float = CAPTURED_SEQUENCES
+        """Decoding sequences of a captured iteration of our engine."""
+        if engine.name == OWN:
+            if captures(e.model) and all(t.captured for t in techniques):
+                self.most_captured = min(CAPTURED_SEQUENCES, _most_at_once(parts_of(e, techniques, cluster, engine)))
+            else:
+                self.most_captured = 0
+            engine = replace(engine, graphs=engine.graphs and self.most_captured > 0)
         self.e, self.cluster, self.engine = e, cluster, engine
         workers = e.world // e.data_parallel
         self.between_s = engine.iteration_s + (workers * engine.worker_s if workers > 1 else 0.0)
@@ -329,7 +331,7 @@ class Iterations:
     def _beside(self, n: int, eager: bool = False) -> float:
         e = self.engine
         hidden = e.schedule_s + e.sequence_s * n if e.overlap else 0.0
-        eager = eager or not e.graphs or (e.name == OWN and n > CAPTURED_SEQUENCES)
+        eager = eager or not e.graphs or (e.name == OWN and n > self.most_captured)
         text = e.reply_s + e.token_s * n - self._waits(n)
         return max(hidden + (self.dispatch_s if eager else 0.0), self.parts.weights.beside, text)
 
@@ -337,7 +339,7 @@ class Iterations:
         """Number of tokens to which an iteration is padded as it was captured; 0: it was not. ``decoding``: sequences
         of a token or a draft; ``tokens``: of all."""
         fit = (t for t in self.captured if t >= tokens and captured_prompts(t) >= prompts)
-        return next(fit, 0) if decoding <= CAPTURED_SEQUENCES else 0
+        return next(fit, 0) if decoding <= self.most_captured else 0
 
     def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int, pads: int = 0) -> float:
         """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences, which do

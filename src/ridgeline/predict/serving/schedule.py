@@ -180,7 +180,8 @@ class Simulation:
         self.admission_s, self.fresh, self.now, self.admitted = admission_s, 0, 0.0, 0
         unset = [math.nan] * len(requests)
         self.out = SimulationOutcome(self.arrivals.sent, unset, [*unset], [r.output for r in requests])
-        self.waited_s, self.waited_by = 0.0, 0  # by decoding sequences, for prompts in iterations without them
+        self.waits: list[tuple[int, float]] = []
+        """Of sequences that decode, for prompts in iterations without them: how many have waited for how long."""
         self.steps: list[list[int]] | None = [] if record else None
         # State of the decoding sequences: see _gather.
         self.counted, self.step, self.cached = False, 0, 0
@@ -466,14 +467,17 @@ class Simulation:
         self.out.busy_s += seconds
         self.out.iterations += k
         if decoding:
-            late = min(self.waited_by, decoding)
-            if late:  # the first token of these is as late as the prompts before it took
-                self.out.gaps.append((seconds / k + self.waited_s, late))
+            for count, waited in self.waits:
+                self.out.gaps.append((seconds / k + waited, count))
+            late = sum(count for count, _ in self.waits)
             if k * decoding > late:
                 self.out.gaps.append((seconds / k, k * decoding - late))
-            self.waited_s, self.waited_by = 0.0, 0
-        elif going := len(self.ends) if self.counted else sum(job.decodes for job in self.running):
-            self.waited_s, self.waited_by = self.waited_s + seconds, going
+            self.waits = []
+        else:
+            going = len(self.ends) if self.counted else sum(job.decodes for job in self.running)
+            if (fresh := going - sum(count for count, _ in self.waits)) > 0:
+                self.waits.append((fresh, 0.0))
+            self.waits = [(count, waited + seconds) for count, waited in self.waits]
         return k
 
     def _step(self, plan: dict[SimulatedRequest, int], steady: bool) -> None:
