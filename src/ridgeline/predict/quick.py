@@ -9,9 +9,9 @@ from ridgeline.graph import Graph, training_graph
 from ridgeline.predict.common import beyond_host, cost_of, rank_cluster, rewritten
 from ridgeline.predict.predict import predict
 from ridgeline.predict.segments import segments
+from ridgeline.predict.step.block_times import block_times
 from ridgeline.predict.step.in_step import training_factors
 from ridgeline.predict.step.peak_memory import least_activations, resident
-from ridgeline.predict.step.streams import block_times
 from ridgeline.predict.step.training_step import tightest, timed, update_ops
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment

@@ -54,9 +54,11 @@ class StepTrace:
 def trace(
     experiments: Sequence[Experiment], sampling: Sequence[dict[str, Any]] = (), sequences: Sequence[int] = ()
 ) -> list[dict[str, StepTrace]]:
-    """The steps of each experiment: ``step`` of training; ``prefill`` and ``decode`` of serving, with up to so many
-    ``sequences`` (none: 8 each) that have these ``sampling`` settings (none: greedy); ``site`` of compression: the
-    query projection of a layer.
+    """Trace each experiment and return its steps by name: ``step`` for training; ``prefill`` and ``decode`` for
+    serving; ``site`` for compression (the query projection of one layer).
+
+    ``sampling`` and ``sequences`` apply to serving, one entry per experiment: its sampling parameters (default: greedy)
+    and the maximum number of sequences in a step (default: 8).
 
     Kernels are those that an H100 gets, or one of its size of the GPU's architecture, where that is Ampere, Ada or
     Blackwell. Raises :class:`UserError` where there is no compiler,

@@ -27,10 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.nn.kernels.dispatch import processors
-from ridgeline.nn.kernels.e2m1 import numbers, powers
+from ridgeline.nn.kernels.e2m1 import numbers
 from ridgeline.nn.kernels.e4m3 import widened
 from ridgeline.nn.kernels.early import LINE, prefetch, wait
 from ridgeline.nn.kernels.expert_rows import block_of_rows, most_blocks
+from ridgeline.nn.kernels.lowbit_codes import centered, raised, scales_at
 from ridgeline.nn.kernels.partial_sums import add_parts
 from ridgeline.nn.kernels.quick import Quick, blocks, quick
 from ridgeline.nn.kernels.target import capability, shared_memory
@@ -79,89 +80,6 @@ AHEAD = 256
 scaled by, while earlier kernels run."""
 EXPANDED_ROWS = 8
 """Outputs of a program that expands a weight."""
-
-# One code of each of two words, as a pair of 16-bit floats less what stands for zero. $3: which halves of the words,
-# $5: how far down, $7: the code's bits, $9: the exponent, $11: 1.0 twice, $13: minus (2^mantissa + zero) twice.
-_PAIR = """{{
-.reg .b32 t;
-prmt.b32 t, $1, $2, $3;
-shr.b32 t, t, $5;
-lop3.b32 t, t, $7, $9, 0xea;
-fma.rn.{0}x2 $0, t, $11, $13;
-}}"""
-# 8 bits do not fit the mantissa of bf16: the lower seven plus 128, less 128 or 256 by the highest one. $5: -1.0 twice.
-_BYTES = """{
-.reg .b32 t, u;
-prmt.b32 t, $1, $2, $3;
-lop3.b32 u, t, 0x00800080, 0x43804380, 0x6a;
-lop3.b32 t, t, 0x007f007f, 0x43004300, 0xea;
-fma.rn.bf16x2 $0, u, $5, t;
-}"""
-PAIR_BF16 = tl.constexpr(_PAIR.format("bf16"))
-PAIR_F16 = tl.constexpr(_PAIR.format("f16"))
-BYTES_BF16 = tl.constexpr(_BYTES)
-
-
-@triton.jit
-def _centered(held, center, AT: tl.constexpr, BITS: tl.constexpr, FLOATING: tl.constexpr, CENTERED: tl.constexpr,
-              ASSEMBLY: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """Code ``AT`` of each of the words, minus ``center`` (broadcastable fp32), in ``dtype``, exactly; of ``FLOATING``
-    ones the numbers that they stand for: of bytes in e4m3, of 4 bits in E2M1."""
-    MASK: tl.constexpr = (1 << BITS) - 1
-    if held.dtype == tl.uint8:
-        return widened(held, dtype)
-    elif FLOATING:
-        return numbers(held, AT, dtype)
-    elif ASSEMBLY and (BITS <= 4 or dtype == tl.float16):
-        PER_HALF: tl.constexpr = 16 // BITS
-        which: tl.constexpr = 0x5410 if AT < PER_HALF else 0x7632
-        down: tl.constexpr = BITS * (AT % PER_HALF)
-        if dtype == tl.bfloat16:
-            minus = (-128.0 - center).to(dtype)
-            return tl.inline_asm_elementwise(
-                PAIR_BF16, "=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [held, which, down, MASK * 0x10001, 0x43004300, 0x3F803F80, minus], tl.bfloat16, True, 2,
-            )  # fmt: skip
-        else:
-            minus = (-1024.0 - center).to(dtype)
-            return tl.inline_asm_elementwise(
-                PAIR_F16, "=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [held, which, down, MASK * 0x10001, 0x64006400, 0x3C003C00, minus], tl.float16, True, 2,
-            )  # fmt: skip
-    elif ASSEMBLY and dtype == tl.bfloat16:
-        signed = tl.inline_asm_elementwise(
-            BYTES_BF16, "=r,r,r,r,r,r,r", [held, 0x4400 + 0x1111 * AT, -0x407F4080], tl.bfloat16, True, 2
-        )
-        return signed if CENTERED else (signed.to(tl.float32) + (128 - center)).to(dtype)
-    else:
-        return (((held >> (BITS * AT)) & MASK).to(tl.float32) - center).to(dtype)
-
-
-@triton.jit
-def _scales(scale, at, rows, there, WHOLE: tl.constexpr):
-    """Scales at ``at`` in fp32; those in bytes are exponents (E8M0). ``WHOLE``: they are read as words, of several
-    outputs, which are copied ahead as codes are; of fewer bits Triton copies nothing ahead."""
-    EACH: tl.constexpr = scale.dtype.element_ty.primitive_bitwidth
-    if WHOLE:
-        several = tl.load(scale.to(tl.pointer_type(tl.int32)) + at // (32 // EACH), there, other=0)
-        held = several >> (rows % (32 // EACH) * EACH)
-        if EACH == 8:
-            return powers(held & 255)
-        else:
-            return held.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    elif EACH == 8:
-        return powers(tl.load(scale + at, there, other=0).to(tl.int32))
-    else:
-        return tl.load(scale + at, there, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _raised(held, AT: tl.constexpr, BITS: tl.constexpr):
-    """2^BITS + code ``AT`` of each of the words: the code is moved to the top of a float's mantissa."""
-    UP: tl.constexpr = 23 - BITS - BITS * AT
-    moved = held << UP if UP >= 0 else held >> -UP
-    bits = (moved & (((1 << BITS) - 1) << (23 - BITS))) | ((127 + BITS) << 23)
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -227,7 +145,7 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, starts, m, n, k, row_
         for g in tl.static_range(BLOCK // RUN):
             which = tl.minimum((block * BLOCK + g * RUN) // GROUP, groups - 1) if GROUP else 0
             if GROUP:
-                s = _scales(scale, which * scale_row + of, of, rows < n, WHOLE)
+                s = scales_at(scale, which * scale_row + of, of, rows < n, WHOLE)
             center = CENTER
             if HAS_ZERO:
                 center = tl.load(zero + which * scale_row + of, rows < n, other=0).to(tl.float32)[:, None]
@@ -237,11 +155,11 @@ def _tiles(x, words, scale, zero, bias, y, parts, arrived, starts, m, n, k, row_
                 if not EVEN_K:
                     inside = inside & (column + i * STRIPE + along < k)[:, None]
                 a = tl.load(x_at + column + i * STRIPE, inside, other=0.0)
-                w = _centered(held, center, i, BITS, FLOATING, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
+                w = centered(held, center, i, BITS, FLOATING, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
                 part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
             total = total + part * s[:, None] if GROUP else part
     if not GROUP:
-        total *= _scales(scale, of, of, rows < n, WHOLE)[:, None]
+        total *= scales_at(scale, of, of, rows < n, WHOLE)[:, None]
     inside = (rows < n)[:, None] & there[None, :]
     to = lines[None, :].to(tl.int64) * n + rows[:, None]
     if HAS_BIAS:
@@ -292,7 +210,7 @@ def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, 
             which = tl.minimum(((block + warp) * BLOCK + g * RUN) // GROUP, groups - 1) if GROUP else warp * 0
             at = which[:, None] * scale_row + rows[None, :]
             if GROUP:
-                s = _scales(scale, at, rows[None, :], (rows < n)[None, :], WHOLE)
+                s = scales_at(scale, at, rows[None, :], (rows < n)[None, :], WHOLE)
             center = CENTER
             if HAS_ZERO:
                 center = tl.load(zero + at, (rows < n)[None, :], other=0).to(tl.float32)[:, :, None]
@@ -310,12 +228,12 @@ def _few(x, words, scale, zero, bias, y, m, n, k, row_words, scale_row, groups, 
                     a = tl.load(x_at + column, there[None, None, :], other=0.0)
                 else:
                     a = tl.load(x_at + column, inside[:, :, None] & there[None, None, :], other=0.0)
-                w = _centered(held, center, i, BITS, FLOATING, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
+                w = centered(held, center, i, BITS, FLOATING, CENTER == 128 and not HAS_ZERO, ASSEMBLY, dtype)
                 part = tl.dot(w, a.to(dtype), part, input_precision="ieee")
             total = total + part * s[:, :, None] if GROUP else part
     whole = tl.sum(total, 0)
     if not GROUP:
-        whole *= _scales(scale, rows, rows, rows < n, WHOLE)[:, None]
+        whole *= scales_at(scale, rows, rows, rows < n, WHOLE)[:, None]
     if HAS_BIAS:
         whole += tl.load(bias + rows, rows < n, other=0.0).to(tl.float32)[:, None]
     to = lines[None, :].to(tl.int64) * n + rows[:, None]
@@ -339,7 +257,7 @@ def _expand(words, scale, zero, y, n, k, row_words, scale_row, groups, group, BI
         held = held.to(tl.uint32, bitcast=True)
     for g in tl.static_range(BLOCK // RUN):
         which = tl.minimum((block * BLOCK + g * RUN) // group, groups - 1)
-        s = _scales(scale, which * scale_row + rows, rows, rows < n, False)[:, None]
+        s = scales_at(scale, which * scale_row + rows, rows, rows < n, False)[:, None]
         center = CENTER
         if HAS_ZERO:
             center = tl.load(zero + which * scale_row + rows, rows < n, other=0).to(tl.float32)[:, None]
@@ -349,7 +267,7 @@ def _expand(words, scale, zero, y, n, k, row_words, scale_row, groups, group, BI
             elif scale.dtype.element_ty == tl.uint8:
                 w = numbers(held, i, tl.float32) * s
             else:
-                w = (_raised(held, i, BITS) - (center + (1 << BITS))) * s
+                w = (raised(held, i, BITS) - (center + (1 << BITS))) * s
             columns = block * BLOCK + i * STRIPE + along
             to = y + rows[:, None].to(tl.int64) * k + columns[None, :]
             tl.store(to, w.to(y.dtype.element_ty), inside & (columns < k)[None, :])

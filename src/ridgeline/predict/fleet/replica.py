@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ridgeline.predict.serving.block_pool import BlockPool, SimulatedRequest
 from ridgeline.predict.serving.discrete_events import Costs, SimulationOutcome, until
-from ridgeline.predict.serving.schedule import BlockPool, SimulatedRequest, Simulation, Then
+from ridgeline.predict.serving.schedule import Simulation, Then
 from ridgeline.predict.serving.simulate import EngineSetup
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ridgeline.graph import Graph, Op
 from ridgeline.graph.graph import Block, alternate
-from ridgeline.predict.step.streams import block_times, seconds_of
+from ridgeline.predict.step.block_times import block_times, seconds_of
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.ring import RING_BYTES, RingSpace
 

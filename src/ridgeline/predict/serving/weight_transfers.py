@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from ridgeline.graph import Graph
 from ridgeline.predict.serving.weight_stream import STREAMS, streamed_seconds, waits
-from ridgeline.predict.step.streams import seconds_of, simulate
+from ridgeline.predict.step.block_times import seconds_of
+from ridgeline.predict.step.streams import simulate
 from ridgeline.spec.device import Cluster
 
 

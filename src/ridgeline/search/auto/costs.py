@@ -14,9 +14,9 @@ from typing import NamedTuple
 from ridgeline.graph import Graph
 from ridgeline.graph.graph import Block, Op
 from ridgeline.graph.schedule import in_flight
+from ridgeline.predict.step.block_times import in_direction, seconds_of
 from ridgeline.predict.step.in_step import InStepFactors, training_factors
 from ridgeline.predict.step.peak_memory import training_peak
-from ridgeline.predict.step.streams import in_direction, seconds_of
 from ridgeline.predict.step.training_step import update_ops
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment

@@ -15,7 +15,7 @@ from ridgeline.graph import training_graph
 from ridgeline.graph.graph import Block
 from ridgeline.predict.common import rewritten
 from ridgeline.predict.quick import quick
-from ridgeline.predict.step.streams import seconds_of
+from ridgeline.predict.step.block_times import seconds_of
 from ridgeline.search.auto.auto_parallel import AutoParallel, Progress, auto_parallel
 from ridgeline.search.auto.points import point_of
 from ridgeline.search.question import Question
