@@ -1,5 +1,5 @@
-"""Products of a mixture's experts with low-bit weights in Triton, for CUDA devices: one launch for all of them, which
-waits for no number of rows. Imported only where Triton is installed.
+"""Grouped products of MoE experts with low-bit weights in Triton, for CUDA devices: one launch for all experts, without
+a host wait for their row counts. Imported only where Triton is installed.
 """
 
 from __future__ import annotations

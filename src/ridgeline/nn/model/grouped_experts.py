@@ -1,7 +1,7 @@
-"""The experts of a served mixture whose weights are codes of few bits: one product for each projection, on a GPU.
+"""Quantized experts of a served MoE layer: one grouped product per projection, on a GPU.
 
-Their codes are laid one after the other, gate and up projection of an expert side by side; the layers of single experts
-keep their parts of them.
+The experts' weights are stored consecutively, gate and up projection of an expert side by side; the layers of single
+experts become views of them.
 """
 
 from __future__ import annotations
