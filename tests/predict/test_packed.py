@@ -120,9 +120,10 @@ def test_batches_by_length_too(made, more, monkeypatch):
 
 @pytest.mark.parametrize("room", ["ample", "tight"])
 @pytest.mark.parametrize("prefix", [5, 16, 40])
-def test_with_a_shared_prefix_too(made, prefix, room):
+@pytest.mark.parametrize("chunks", [["chunked_prefill"], []], ids=["chunks", "whole"])
+def test_with_a_shared_prefix_too(made, prefix, chunks, room):
     """Blocks of the beginning that all prompts share are computed once, and again when they were evicted."""
-    plan = ["continuous_batching", "paged_kv:block_size=4", "chunked_prefill", "padding_free"]
+    plan = ["continuous_batching", "paged_kv:block_size=4", *chunks, "padding_free"]
     for seed in range(3):
         asked = [(p + prefix // 2, o) for p, o in lengths(seed)]
         limits = {"max_num_seqs": (8, 3, 20)[seed], "max_num_batched_tokens": (48, 33, 64)[seed]}

@@ -26,7 +26,7 @@ class GroupableExperts(nn.Module):
         return False
 
     def most_rows(self) -> float:
-        """The most rows for which :meth:`groupable` may be true."""
+        """The most rows for which :meth:`groupable` may be true; infinite if that does not depend on their number."""
         return math.inf
 
     def together(self, rows: Tensor, expert: Tensor) -> Tensor:

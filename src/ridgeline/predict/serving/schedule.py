@@ -207,11 +207,12 @@ class Simulation:
 
     def _one_by_one(self) -> bool:
         self._scatter()
-        preempted = self.out.preemptions
+        preempted, admitted = self.out.preemptions, self.admitted
         plan = self._schedule()
         steady = self.out.preemptions == preempted
         if plan:
-            self._step(plan, steady)
+            # Behind a request that joins, the next may go in a step of its own.
+            self._step(plan, steady and self.admitted == admitted)
         return bool(plan) or not steady
 
     def _schedule(self) -> dict[SimulatedRequest, int]:
