@@ -11,7 +11,7 @@ from ridgeline.predict.predict import predict
 from ridgeline.predict.segments import segments
 from ridgeline.predict.step.block_times import block_times
 from ridgeline.predict.step.in_step import training_factors
-from ridgeline.predict.step.peak_memory import least_activations, resident
+from ridgeline.predict.step.peak_memory import accumulates, least_activations, resident
 from ridgeline.predict.step.training_step import tightest, timed, update_ops
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
@@ -32,8 +32,10 @@ class Quick:
     """Why it cannot run although its tensors fit (no room for one request's cache, or in host memory)."""
     complete: bool = True
     """Whether the peak is the step's actual peak; False: already a lower bound of it exceeds the device's memory."""
-    states_fit: bool = True
-    """Whether the states alone fit in the device's memory, and in the room that was given."""
+    states: float = 0.0
+    """Bytes of parameters, optimizer states and what the framework holds: the same for all micro-batches."""
+    gradients: float = 0.0
+    """Bytes of gradients at the update: the same for all micro-batches."""
     floor: float = 0.0
     """Lower bound in seconds for every other placement of the same states: computation without communication and
     update."""
@@ -124,20 +126,23 @@ def _quick(
             g = t.rewrite(g, e)
     g.close()
     device = max((part.device for part in cluster.parts or (cluster,)), key=lambda d: d.memory_bytes)
+    least = {**resident(g), "framework": device.reserved_bytes}
+    gradients = least["gradients"]
+    states = sum(least.values()) - gradients
     if not always:
-        least = {**resident(g), "framework": device.reserved_bytes}
-        states_fit = sum(least.values()) <= min(device.memory_bytes, room)
-        if states_fit and activations:
-            least |= {"gradients": 0.0, "activations": activations}
-        if sum(least.values()) > min(device.memory_bytes, room):
-            return Quick({"peak_bytes": sum(least.values())}, least, device.memory_bytes, complete=False,
-                         states_fit=states_fit)  # fmt: skip
+        room = min(device.memory_bytes, room)
+        if sum(least.values()) <= room and activations:
+            least |= {"gradients": gradients if accumulates(g) else 0.0, "activations": activations}
+        if sum(least.values()) > room:
+            peak_bytes = {"peak_bytes": sum(least.values())}
+            return Quick(peak_bytes, least, device.memory_bytes, "", False, states, gradients)
     update = update_ops(g, e)
     tight, peak = tightest(g, e, cluster)
     device = tight.device
     categories = {**peak.categories, "framework": device.reserved_bytes}
     peak_bytes = sum(categories.values())
-    out = Quick({"peak_bytes": peak_bytes}, categories, device.memory_bytes, beyond_host(g, cluster))
+    blocked = beyond_host(g, cluster)
+    out = Quick({"peak_bytes": peak_bytes}, categories, device.memory_bytes, blocked, True, states, gradients)
     if not (out.fits and peak_bytes <= room) and not always:
         return out
     step, delay = timed(g, update, cluster)
@@ -162,7 +167,7 @@ def least_bytes(prepared: Graph, e: Experiment) -> float:
     :func:`prepare` or :func:`split`, needs for activations, and the framework."""
     cluster = rank_cluster(e)
     reserved = min(part.device.reserved_bytes for part in cluster.parts or (cluster,))
-    return least_activations(prepared) + reserved
+    return sum(least_activations(prepared).values()) + reserved
 
 
 def computation(e: Experiment, techniques: list[Technique]) -> float:

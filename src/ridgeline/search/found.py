@@ -10,6 +10,7 @@ from typing import Any
 
 from ridgeline.predict.quick import Quick, quick
 from ridgeline.search.kinds import kind_of
+from ridgeline.search.least_memory import States
 from ridgeline.search.question import HIGHER, Question
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import registry, techniques_of
@@ -142,8 +143,10 @@ class Found:
     refusals: Counter[str] = field(default_factory=Counter)
     """Reasons of ``check``."""
 
-    too_large: set[Setting] = field(default_factory=set)
-    """Of which the states alone exceed the device, whatever is recomputed and in any micro-batch."""
+    states: dict[Hashable, States] = field(default_factory=dict)
+    """What a rank holds by mesh, parameters, split and placement."""
+    undivided: dict[Hashable, str] = field(default_factory=dict)
+    """Why the workload does not divide over a mesh and split in micro-batches; empty: it does."""
     seconds: dict[Setting, float] = field(default_factory=dict)
     """(Weighed) seconds of the last plan that offloads."""
     exhausted: set[Setting] = field(default_factory=set)

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 
 from ridgeline.graph import Graph
 from ridgeline.graph.schedule import idle_share
 from ridgeline.predict.interval import STEP
-from ridgeline.predict.quick import Quick, computation, least_bytes, prepare, quick, split
+from ridgeline.predict.quick import Quick, least_bytes, prepare, quick, split
 from ridgeline.search.found import KEPT, WORTH, Answer, Found, Setting, Tried, count_nodes, order, share
+from ridgeline.search.least_memory import LeastMemory, held_parameters
+from ridgeline.search.nodes import SearchNode, Shape, in_order, nodes
 from ridgeline.search.question import Question
 from ridgeline.search.settle import settle
 from ridgeline.search.space import (
@@ -30,28 +33,22 @@ from ridgeline.search.space import (
     batches,
     beside,
     candidate,
-    micro_batches,
-    moves_activations,
     offloads,
     refusal,
     slots,
     splits_batch,
     sub_clusters,
     with_open_options,
-    with_settled,
+    workload_refusal,
 )
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.registry import techniques_of
-from ridgeline.techniques.technique import Technique
 
 SLACK = 1.1
 """Plans whose bound is this many times slower than the best found are not looked at: also the reach of the front."""
-
-SEEDS = 6
-"""Nodes that are looked at first."""
 
 _NOTHING = 1e-3
 """A technique that changes no metric by more does nothing."""
@@ -60,8 +57,6 @@ _LOOK = 0.2
 """Seconds between looks at how far the workers are."""
 
 Progress = Callable[[int, int], None]
-Shape = tuple[int, Set, Set]
-"""Index of the base experiment, mesh and shape."""
 
 
 def search(
@@ -216,46 +211,6 @@ def _bases(q: Question, cluster: Cluster) -> list[Experiment]:
     return out
 
 
-@dataclass(slots=True)
-class SearchNode:
-    """A mesh, a shape and a micro-batch size, with what they need at least (:func:`_bound`)."""
-
-    base: int
-    chosen: Set
-    micro: int | None
-    bound: float
-
-
-def _nodes(
-    q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], found: Found
-) -> Iterator[SearchNode]:
-    """Every mesh × shape × micro-batch with its bound. If ``check`` refuses a node, its whole subtree is skipped."""
-    for index, mesh, shape in shapes:
-        base, space = bases[index], spaces[index]
-        degree = math.prod(candidate(base, mesh)[0].parallel.values())
-        refused = "" if base.cluster.size % degree == 0 else f"mesh: {degree} ranks do not divide {base.cluster.size}"
-        refused = refused or refusal(candidate(base, mesh + shape))
-        if refused:
-            found.refuse(refused, space.below)
-            continue
-        chosen = with_settled(base, mesh + shape, space.settled)
-        sizes = micro_batches(base, degree, q.free_micro_batch)
-        if q.goal == "memory" and not q.slo.keys() - {"peak_bytes"}:  # a larger micro-batch only keeps more
-            found.count("dominated", space.below * (len(sizes) - 1))
-            sizes = sizes[:1]
-        for micro in sizes:
-            yield SearchNode(index, chosen, micro, _bound(q, *candidate(base, chosen, micro)))
-
-
-def _bound(q: Question, e: Experiment, techniques: list[Technique]) -> float:
-    """Least (weighed) seconds of what is below a node; with goal memory bytes instead, which only order the nodes."""
-    if not q.training:
-        return 0.0
-    if q.goal == "memory":
-        return least_bytes(prepare(e, techniques), e)
-    return computation(e, techniques) * q.weight(e.cluster)
-
-
 def _past(q: Question, room: float) -> str:
     """What plans count as that take more than ``room``."""
     return "missed" if room == q.slo.get("peak_bytes") else "bounded"
@@ -271,34 +226,46 @@ def _walk(
     q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], first_feasible: bool = False,
     progress: Progress | None = None,
 ) -> Found:  # fmt: skip
-    """The nodes in order of their bounds; once a bound is out of reach, so are all after it."""
+    """The nodes in order of their bounds, as far as they are in reach of the fastest plan."""
     found = Found()
-    nodes = sorted(_nodes(q, bases, spaces, shapes, found), key=lambda n: n.bound)
-    small = [n for n in nodes if (n.micro or 1) <= 2][:SEEDS]  # they are likely to fit, and a good plan prunes the rest
-    nodes = small + [n for n in nodes if n not in small]
-    count_nodes(0, len(nodes))
-    for done, node in enumerate(nodes):
-        count_nodes(1, 0)
+    every = nodes(q, bases, spaces, shapes, found)
+    left = Counter(n.base for n in every)
+
+    def reach() -> float:
         found.faster(math.inf)
-        if node.bound > SLACK * found.fastest and q.goal != "memory":
-            found.count("bounded", spaces[node.base].below)
-            continue
+        return math.inf if q.goal == "memory" else SLACK * found.fastest
+
+    count_nodes(0, len(every))
+    for done, node in enumerate(in_order(q, bases, every, reach), 1):
+        left[node.base] -= 1
         _expand(q, bases[node.base], spaces[node.base], node, found)
+        count_nodes(1, 0)
         if progress:
-            progress(done + 1, len(nodes))
+            progress(done, len(every))
         if first_feasible and found.kinds:
-            break
+            return found
+    for base, n in left.items():
+        found.count("bounded", n * spaces[base].below)
+    count_nodes(left.total(), 0)
+    if progress:
+        progress(len(every), len(every))
     return found
 
 
 def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found: Found) -> None:
     """Every split and placement of a node. Offloading is only tried where no other placement fits."""
     core = prepare(*candidate(base, node.chosen, node.micro)) if q.training else None
+    parameters = held_parameters(core) if core else None
     possible, apart = beside(node.chosen, space.placements)
     fixed = splits_batch(tuple(techniques_of(base.plan)))
     for chosen in space.combinations("split"):
-        e, techniques = candidate(base, node.chosen + chosen, node.micro)
-        refused = refusal((e, techniques), whole=True)
+        degrees = node.base, node.mesh, node.micro, chosen
+        if degrees not in found.undivided:
+            found.undivided[degrees] = workload_refusal(candidate(base, node.mesh + chosen, node.micro)[0])
+        refused = found.undivided[degrees]
+        if not refused:
+            e, techniques = candidate(base, node.chosen + chosen, node.micro)
+            refused = refusal((e, techniques), whole=True)
         if refused:
             found.refuse(refused, len(space.placements))
             continue
@@ -314,7 +281,7 @@ def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found
         if prepared and room < math.inf and least_bytes(prepared, e) > room:
             found.count(_past(q, room), len(placements))
             continue
-        _place(q, base, node, chosen, placements, prepared, found)
+        _place(q, base, node, chosen, placements, prepared, parameters, found)
 
 
 def _place(
@@ -324,6 +291,7 @@ def _place(
     stages: Set,
     placements: list[Set],
     prepared: Graph | None,
+    parameters: Hashable,
     found: Found,
 ) -> None:
     """The placements of one split into stages: those that offload come last."""
@@ -332,8 +300,9 @@ def _place(
     if prepared and (pipe := prepared.pipeline):
         floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
     timed_floor = 0.0  # the same of those that were timed
-    saved = kept = 0.0  # bytes of activations, and with temporaries
+    memory = LeastMemory(prepared, (node.base, node.mesh, parameters, stages), found.states)
     fits, least = False, 0  # more techniques than these offload only where nothing fits
+    most = max(part.device.memory_bytes for part in base.cluster.parts or (base.cluster,))
     for done, placement in enumerate(placements):
         if floor > SLACK * found.fastest and not everything:
             found.count("bounded", len(placements) - done)
@@ -342,14 +311,14 @@ def _place(
             found.count("dominated", len(placements) - done)
             return
         kind = (node.base, frozenset(t for t in node.chosen if t.phase != "recompute"), stages, placement)
-        most = max(part.device.memory_bytes for part in base.cluster.parts or (base.cluster,))
-        room = min(most, _room(q, found))
-        if not offloads(placement) and kept > room:
-            found.count("bounded" if kept <= most else "oversize", 1)
+        if kind in found.exhausted:
+            found.count("dominated", 1)
             continue
-        if kind in found.too_large or kind in found.exhausted:
-            too_large = _past(q, room) if room < most else "oversize"
-            found.count(too_large if kind in found.too_large else "dominated", 1)
+        room = min(most, _room(q, found))
+        too_large = _past(q, room) if room < most else "oversize"
+        # As long as nothing fits, what misses by least is to be found: only what is known from predictions is left out.
+        if memory.exceeds(room, placement, compute=found.fastest < math.inf):
+            found.count(too_large, 1)
             continue
         e, techniques = candidate(base, node.chosen + stages + placement, node.micro)
         refused = refusal((e, techniques))
@@ -358,19 +327,12 @@ def _place(
         if refused:
             found.refuse(refused, 1)
             continue
-        stay = 0.0 if moves_activations(placement) else saved if offloads(placement) else kept
-        timed = quick(e, techniques, prepared=prepared, activations=stay, room=room)
+        timed = quick(e, techniques, prepared=prepared, activations=memory.activations(placement), room=room)
         timed_floor = timed_floor or timed.floor * weight
         floor = max(floor, timed_floor)
-        if not offloads(placement) and timed.complete:
-            saved = max(saved, timed.peak.get("activations", 0.0))
-            kept = max(kept, timed.peak.get("activations", 0.0) + timed.peak.get("temporaries", 0.0))
-        if not timed.states_fit:
-            found.too_large.add(kind)
+        memory.learn(placement, timed)
         if timed.fits and q.training and timed.metrics["peak_bytes"] > room:
-            if not timed.states_fit:
-                found.too_large.add(kind)
-            found.count(_past(q, room), 1)
+            found.count(too_large, 1)
             continue
         judged = _judge(q, e, timed, found)
         if timed.fits and not offloads(placement) and "peak_bytes" not in q.slo:

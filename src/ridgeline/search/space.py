@@ -26,6 +26,7 @@ from ridgeline.techniques.registry import (
     check_apart,
     check_places,
     check_techniques,
+    check_workload,
     in_order,
     mesh_axes,
     resolve,
@@ -98,6 +99,15 @@ def refusal(point: tuple[Experiment, list[Technique]], whole: bool = False) -> s
         if whole:
             check_places(point[0])
         check_techniques(*point)
+    except Incompatible as why:
+        return str(why)
+    return ""
+
+
+def workload_refusal(e: Experiment) -> str:
+    """Why the workload does not divide over the ranks, whatever else the plan has; empty: it does."""
+    try:
+        check_workload(e)
     except Incompatible as why:
         return str(why)
     return ""

@@ -241,7 +241,7 @@ def check(e: Experiment) -> list[Technique]:
 
 def check_techniques(e: Experiment, techniques: list[Technique]) -> None:
     """:func:`check` for existing technique objects."""
-    _check_workload(e)
+    check_workload(e)
     for t in techniques:
         if e.task not in t.card.tasks:
             tasks = ", ".join(sorted(t.card.tasks))
@@ -355,7 +355,8 @@ def check_places(e: Experiment) -> None:
         )
 
 
-def _check_workload(e: Experiment) -> None:
+def check_workload(e: Experiment) -> None:
+    """Raise :class:`Incompatible` where the workload does not suit the model, or does not divide over the ranks."""
     m, w = e.model, e.workload
     degree = math.prod(e.parallel.values())
     if e.world % degree:

@@ -142,15 +142,27 @@ def training_peak(g: Graph, ranks: Collection[int] = ()) -> Peak:
     return best
 
 
-def least_activations(g: Graph) -> float:
-    """Bytes of activations and temporaries that a step needs wherever parameters, gradients, states and saved
-    activations are: the peak as if each block's saved activations were here only while it runs. ``g`` is not changed.
+def least_activations(g: Graph, moved: bool = True) -> dict[str, float]:
+    """Bytes of activations and temporaries that a step needs wherever parameters, gradients and states are: the peak
+    without these. With ``moved``, wherever saved activations are, too: as if each block's were here only while it runs.
+    ``g`` is not changed.
     """
     alone = g.copy()
     alone.close()
     for b in alone.blocks:
-        b.params, b.hosted = [], b.saved_bytes
-    return training_peak(alone).total
+        b.params = []
+        if moved:
+            b.hosted = b.saved_bytes
+    return training_peak(alone).categories
+
+
+def accumulates(g: Graph) -> bool:
+    """Whether gradients of earlier micro-batches are there at the peak of the activations (unless an update takes each
+    at once)."""
+    pipe = g.pipeline
+    if pipe is None or g.gradients_resident:
+        return g.gradients_resident or g.accumulation > 1
+    return g.accumulation > in_flight(pipe.schedule, 0, pipe.degree, g.accumulation, pipe.chunks)
 
 
 def _outputs(g: Graph, blocks: list[Block], sends: int) -> float:
