@@ -145,6 +145,8 @@ class Found:
 
     states: dict[Hashable, States] = field(default_factory=dict)
     """What a rank holds by mesh, parameters, split and placement."""
+    parameters: dict[Hashable, Hashable] = field(default_factory=dict)
+    """What of a mesh and shape decides the memory of states."""
     undivided: dict[Hashable, str] = field(default_factory=dict)
     """Why the workload does not divide over a mesh and split in micro-batches; empty: it does."""
     seconds: dict[Setting, float] = field(default_factory=dict)

@@ -40,6 +40,9 @@ class LeastMemory:
     """Mesh, parameters and split."""
     states: dict[Hashable, States]
     """What is known from predictions, by setting and placement."""
+    tight: bool = False
+    """Whether activations of the node's micro-batch have been too large in any prediction: only then they are worth
+    computing."""
     predicted: bool = False
     """Whether any placement was predicted."""
     beyond_host: set[Set] = field(default_factory=set)
@@ -48,13 +51,16 @@ class LeastMemory:
     def learn(self, placement: Set, timed: Quick) -> None:
         """Take in a prediction."""
         self.predicted = True
+        self.tight |= not timed.fits and timed.states + timed.gradients <= timed.limit
         self.states[(*self.setting, placement)] = States(timed.states, timed.gradients)
         moving = _moving(placement)
         if timed.blocked and len(moving) == offloads(placement):
             self.beyond_host.add(moving)
 
     def activations(self, placement: Set) -> float:
-        """Least bytes of activations and temporaries at one time."""
+        """Least bytes of activations and temporaries at one time, where they matter."""
+        if not self.tight:
+            return 0.0
         return self._moved if moves_activations(placement) else self._here
 
     def exceeds(self, room: float, placement: Set, compute: bool) -> bool:

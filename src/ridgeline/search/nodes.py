@@ -66,28 +66,28 @@ def in_order(
     What is recomputed only adds computation, so a node is first placed by the bound without it, which many share; its
     own is computed when it comes to the front.
     """
-    shared: dict[object, float] = {}
+    known: dict[object, float] = {}
 
-    def exact(n: SearchNode) -> float:
-        if math.isnan(n.bound):
-            n.bound = bound_of(q, *candidate(bases[n.base], n.chosen, n.micro))
-        return n.bound
+    def bound(n: SearchNode, chosen: Set) -> float:
+        key = n.base, chosen, n.micro
+        if key not in known:
+            known[key] = bound_of(q, *candidate(bases[n.base], chosen, n.micro))
+        return known[key]
 
     def below(n: SearchNode) -> float:
-        rest = tuple(t for t in n.chosen if t.phase != "recompute")
-        if not q.training or q.goal == "memory" or len(rest) == len(n.chosen) or not math.isnan(n.bound):
-            return exact(n)
-        key = n.base, rest, n.micro
-        if key not in shared:
-            shared[key] = bound_of(q, *candidate(bases[n.base], rest, n.micro))
-        return shared[key]
+        adds = q.training and q.goal != "memory"
+        return bound(n, tuple(t for t in n.chosen if t.phase != "recompute") if adds else n.chosen)
+
+    def exact(n: SearchNode) -> float:
+        n.bound = bound(n, n.chosen)
+        return n.bound
 
     def by_bound(some: list[SearchNode]) -> Iterator[SearchNode]:
         heap = [(below(n), i, False) for i, n in enumerate(some)]
         heapify(heap)
         while heap and heap[0][0] <= reach():
             least, i, final = heappop(heap)
-            if final or exact(some[i]) <= least:
+            if exact(some[i]) <= least or final:
                 yield some[i]
             else:
                 heappush(heap, (exact(some[i]), i, True))

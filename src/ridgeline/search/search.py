@@ -10,20 +10,17 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 
-from ridgeline.graph import Graph
-from ridgeline.graph.schedule import idle_share
-from ridgeline.predict.interval import STEP
-from ridgeline.predict.quick import Quick, least_bytes, prepare, quick, split
-from ridgeline.search.found import KEPT, WORTH, Answer, Found, Setting, Tried, count_nodes, order, share
-from ridgeline.search.least_memory import LeastMemory, held_parameters
-from ridgeline.search.nodes import SearchNode, Shape, in_order, nodes
+from ridgeline.predict.quick import quick
+from ridgeline.search.expand import SLACK, Expansion, judge, ranked
+from ridgeline.search.found import KEPT, Answer, Found, Tried, count_nodes, order, share
+from ridgeline.search.nodes import Shape, in_order, nodes
 from ridgeline.search.question import Question
 from ridgeline.search.settle import settle
 from ridgeline.search.space import (
@@ -31,24 +28,17 @@ from ridgeline.search.space import (
     Set,
     Slots,
     batches,
-    beside,
     candidate,
     offloads,
     refusal,
     slots,
     splits_batch,
     sub_clusters,
-    with_open_options,
-    workload_refusal,
 )
 from ridgeline.spec.device import Cluster
-from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.registry import techniques_of
-
-SLACK = 1.1
-"""Plans whose bound is this many times slower than the best found are not looked at: also the reach of the front."""
 
 _NOTHING = 1e-3
 """A technique that changes no metric by more does nothing."""
@@ -178,7 +168,7 @@ def _look_around(q: Question, bases: list[Experiment], spaces: list[Slots], best
                 if not refusal((e, techniques), whole=True) and splits_batch(tuple(techniques)) == (
                     e.gradient_ranks > 1
                 ):
-                    _judge(q, e, quick(e, techniques), found)
+                    judge(q, e, quick(e, techniques), found)
 
 
 def without_idle(q: Question, t: Tried, always: Set) -> Tried:
@@ -195,7 +185,7 @@ def without_idle(q: Question, t: Tried, always: Set) -> Tried:
         timed = quick(e, techniques_of(plan))
         if not timed.fits or q.misses(timed.metrics):
             continue
-        without = _ranked(q, e, timed)
+        without = ranked(q, e, timed)
         idle = all(abs(timed.metrics.get(k, math.inf) - v) <= _NOTHING * abs(v) for k, v in t.metrics.items())
         if idle or (technique.card.name in t.unvalidated and order(without) < order(t)):
             t = without
@@ -209,17 +199,6 @@ def _bases(q: Question, cluster: Cluster) -> list[Experiment]:
         workload = q.workload.model_copy(update={"batch_size": size}) if size else q.workload
         out.append(base.model_copy(update={"workload": workload}))
     return out
-
-
-def _past(q: Question, room: float) -> str:
-    """What plans count as that take more than ``room``."""
-    return "missed" if room == q.slo.get("peak_bytes") else "bounded"
-
-
-def _room(q: Question, found: Found) -> float:
-    """Bytes per rank above which a plan is no answer: beyond the limit, or far behind the least that was found."""
-    limit = q.slo.get("peak_bytes", math.inf)
-    return min(limit, WORTH * found.smallest) if q.goal == "memory" else limit
 
 
 def _walk(
@@ -238,7 +217,7 @@ def _walk(
     count_nodes(0, len(every))
     for done, node in enumerate(in_order(q, bases, every, reach), 1):
         left[node.base] -= 1
-        _expand(q, bases[node.base], spaces[node.base], node, found)
+        Expansion(q, bases[node.base], spaces[node.base], node, found).run()
         count_nodes(1, 0)
         if progress:
             progress(done, len(every))
@@ -250,135 +229,3 @@ def _walk(
     if progress:
         progress(len(every), len(every))
     return found
-
-
-def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found: Found) -> None:
-    """Every split and placement of a node. Offloading is only tried where no other placement fits."""
-    core = prepare(*candidate(base, node.chosen, node.micro)) if q.training else None
-    parameters = held_parameters(core) if core else None
-    possible, apart = beside(node.chosen, space.placements)
-    fixed = splits_batch(tuple(techniques_of(base.plan)))
-    for chosen in space.combinations("split"):
-        degrees = node.base, node.mesh, node.micro, chosen
-        if degrees not in found.undivided:
-            found.undivided[degrees] = workload_refusal(candidate(base, node.mesh + chosen, node.micro)[0])
-        refused = found.undivided[degrees]
-        if not refused:
-            e, techniques = candidate(base, node.chosen + chosen, node.micro)
-            refused = refusal((e, techniques), whole=True)
-        if refused:
-            found.refuse(refused, len(space.placements))
-            continue
-        parallel = q.training and e.gradient_ranks > 1
-        for reason, n in apart.items():
-            found.refuse(reason, n)
-        placements = [p for p in possible if not q.training or (fixed or splits_batch(p)) == parallel]
-        if len(placements) < len(possible):
-            why = "placement: gradients are reduced exactly where there are several data-parallel ranks"
-            found.refuse(why, len(possible) - len(placements))
-        prepared = split(core, e, techniques) if core else None
-        room = _room(q, found)
-        if prepared and room < math.inf and least_bytes(prepared, e) > room:
-            found.count(_past(q, room), len(placements))
-            continue
-        _place(q, base, node, chosen, placements, prepared, parameters, found)
-
-
-def _place(
-    q: Question,
-    base: Experiment,
-    node: SearchNode,
-    stages: Set,
-    placements: list[Set],
-    prepared: Graph | None,
-    parameters: Hashable,
-    found: Found,
-) -> None:
-    """The placements of one split into stages: those that offload come last."""
-    everything, weight = q.goal == "memory", q.weight(base.cluster)
-    floor = 0.0 if everything else node.bound  # least seconds of any of them
-    if prepared and (pipe := prepared.pipeline):
-        floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
-    timed_floor = 0.0  # the same of those that were timed
-    memory = LeastMemory(prepared, (node.base, node.mesh, parameters, stages), found.states)
-    fits, least = False, 0  # more techniques than these offload only where nothing fits
-    most = max(part.device.memory_bytes for part in base.cluster.parts or (base.cluster,))
-    for done, placement in enumerate(placements):
-        if floor > SLACK * found.fastest and not everything:
-            found.count("bounded", len(placements) - done)
-            return
-        if fits and offloads(placement) > least and not everything:
-            found.count("dominated", len(placements) - done)
-            return
-        kind = (node.base, frozenset(t for t in node.chosen if t.phase != "recompute"), stages, placement)
-        if kind in found.exhausted:
-            found.count("dominated", 1)
-            continue
-        room = min(most, _room(q, found))
-        too_large = _past(q, room) if room < most else "oversize"
-        # As long as nothing fits, what misses by least is to be found: only what is known from predictions is left out.
-        if memory.exceeds(room, placement, compute=found.fastest < math.inf):
-            found.count(too_large, 1)
-            continue
-        e, techniques = candidate(base, node.chosen + stages + placement, node.micro)
-        refused = refusal((e, techniques))
-        if not refused and offloads(placement) and not q.training:  # how much is placed where is left to the predictor
-            e, techniques, refused = with_open_options(e, techniques)
-        if refused:
-            found.refuse(refused, 1)
-            continue
-        timed = quick(e, techniques, prepared=prepared, activations=memory.activations(placement), room=room)
-        timed_floor = timed_floor or timed.floor * weight
-        floor = max(floor, timed_floor)
-        memory.learn(placement, timed)
-        if timed.fits and q.training and timed.metrics["peak_bytes"] > room:
-            found.count(too_large, 1)
-            continue
-        judged = _judge(q, e, timed, found)
-        if timed.fits and not offloads(placement) and "peak_bytes" not in q.slo:
-            fits = True  # what misses another limit from the device's memory misses it by more from elsewhere
-        if judged:
-            if q.workload.kind == "serve" and not fits:
-                fits, least = True, offloads(placement)
-            fits = fits or q.training or not offloads(placement)  # generations differ in what they offload: compare all
-            _bound_the_rest(found, kind, timed, weight, bool(offloads(placement)) and not (everything or q.slo))
-
-
-def _bound_the_rest(found: Found, kind: Setting, timed: Quick, weight: float, copied: bool) -> None:
-    """Take a feasible plan as a bound of others, and of those of its setting if it is ``copied`` and not ahead."""
-    found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
-    seconds = timed.metrics.get("step_time_s", math.inf) * weight
-    found.faster(seconds)
-    if copied:  # copies decide the time, and settings come in the order of their computation: they gain no more
-        if seconds >= min(found.seconds.get(kind, math.inf), SLACK * found.fastest):
-            found.exhausted.add(kind)
-        found.seconds[kind] = seconds
-
-
-def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:
-    """Take in a prediction; whether it fits and keeps the limits."""
-    if not timed.fits:
-        found.count("oversize", 1)
-        found.infeasible(Tried(e, timed, math.inf))
-        return False
-    missed = q.misses(timed.metrics)
-    if q.metric not in timed.metrics:
-        raise UserError(f"goal {q.goal!r} needs {q.metric}, which is not predicted for {e.cluster.device.name}",
-                        "give the device a price_per_hour, or choose another goal")  # fmt: skip
-    t = _ranked(q, e, timed, missed)
-    if missed:
-        found.count("missed", 1)
-        found.infeasible(t)
-    else:
-        found.count("feasible", 1)
-        found.feasible(t)
-    return not missed
-
-
-def _ranked(q: Question, e: Experiment, timed: Quick, missed: list[str] | None = None) -> Tried:
-    """The plan with its rank: each technique that is not proven must win by more than whole steps are usually off."""
-    t = Tried(e, timed, q.rank(timed.metrics), missed or [], q.excess(timed.metrics))
-    if t.unvalidated and q.goal != "memory":
-        doubt = (1 + STEP[e.task]) ** len(t.unvalidated)
-        t.rank *= doubt if t.rank > 0 else 1 / doubt
-    return t

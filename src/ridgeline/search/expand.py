@@ -1,0 +1,213 @@
+"""What is below one node of the search tree: every split and placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from functools import cached_property
+
+from ridgeline.graph import Graph
+from ridgeline.graph.schedule import idle_share
+from ridgeline.predict.interval import STEP
+from ridgeline.predict.quick import Quick, least_bytes, prepare, quick, split
+from ridgeline.search.found import WORTH, Found, Setting, Tried
+from ridgeline.search.least_memory import LeastMemory, held_parameters
+from ridgeline.search.nodes import SearchNode
+from ridgeline.search.question import Question
+from ridgeline.search.space import (
+    Set,
+    Slots,
+    beside,
+    candidate,
+    offloads,
+    refusal,
+    splits_batch,
+    with_open_options,
+    workload_refusal,
+)
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import techniques_of
+from ridgeline.techniques.technique import Technique
+
+SLACK = 1.1
+"""Plans whose bound is this many times slower than the best found are not looked at: also the reach of the front."""
+
+
+class Expansion:
+    """One node: for every split, the first placement is timed in full; its computation, bubbles included, bounds the
+    other placements. What is left is sized first, and timed only when it fits."""
+
+    def __init__(self, q: Question, base: Experiment, space: Slots, node: SearchNode, found: Found) -> None:
+        self.q, self.base, self.space, self.node, self.found = q, base, space, node, found
+        self.rest = tuple(t for t in node.chosen if t.phase != "recompute")
+        self.most = max(part.device.memory_bytes for part in base.cluster.parts or (base.cluster,))
+        self.everything = q.goal == "memory"
+        """Whether bounds of time do not count."""
+        self.tight = False
+        """Whether activations were too large in any prediction."""
+
+    @cached_property
+    def core(self) -> Graph | None:
+        """The graph before splits and placements."""
+        return prepare(*candidate(self.base, self.node.chosen, self.node.micro)) if self.q.training else None
+
+    @property
+    def parameters(self) -> Hashable:
+        """What decides the memory of states, but for the mesh, the split and the placement: the same for all
+        micro-batches, and whatever is recomputed."""
+        key = self.node.base, self.rest
+        if key not in self.found.parameters:
+            self.found.parameters[key] = held_parameters(self.core) if self.core else None
+        return self.found.parameters[key]
+
+    def run(self) -> None:
+        """Predict what may be an answer. Offloading is only tried where no other placement fits."""
+        found, node = self.found, self.node
+        possible, apart = beside(node.chosen, self.space.placements)
+        fixed = splits_batch(tuple(techniques_of(self.base.plan)))
+        for stages in self.space.combinations("split"):
+            e, techniques, refused = self._split(stages)
+            if refused:
+                found.refuse(refused, len(self.space.placements))
+                continue
+            parallel = self.q.training and e.gradient_ranks > 1
+            for reason, n in apart.items():
+                found.refuse(reason, n)
+            placements = [p for p in possible if not self.q.training or (fixed or splits_batch(p)) == parallel]
+            if len(placements) < len(possible):
+                why = "placement: gradients are reduced exactly where there are several data-parallel ranks"
+                found.refuse(why, len(possible) - len(placements))
+            left = self._without_known(stages, placements)
+            prepared = split(self.core, e, techniques) if left and self.core else None
+            room = self._room()
+            if prepared and room < math.inf and least_bytes(prepared, e) > room:
+                found.count(self._past(room), len(left))
+                continue
+            self._place(stages, left, prepared)
+
+    def _split(self, stages: Set) -> tuple[Experiment, list[Technique], str]:
+        """The experiment with these stages, and why it is refused."""
+        node, known = self.node, self.found.undivided
+        degrees = node.base, node.mesh, node.micro, stages
+        if degrees not in known:
+            known[degrees] = workload_refusal(candidate(self.base, node.mesh + stages, node.micro)[0])
+        if known[degrees]:
+            return self.base, [], known[degrees]
+        e, techniques = candidate(self.base, node.chosen + stages, node.micro)
+        return e, techniques, refusal((e, techniques), whole=True)
+
+    def _room(self) -> float:
+        """Bytes per rank above which a plan is no answer: beyond the limit, or far behind the least that was found."""
+        limit = self.q.slo.get("peak_bytes", math.inf)
+        return min(limit, WORTH * self.found.smallest) if self.everything else limit
+
+    def _past(self, room: float) -> str:
+        """What plans count as that take more than ``room``."""
+        if room >= self.most:
+            return "oversize"
+        return "missed" if room == self.q.slo.get("peak_bytes") else "bounded"
+
+    def _kind(self, stages: Set, placement: Set) -> Setting:
+        return self.node.base, frozenset(self.rest), stages, placement
+
+    def _without_known(self, stages: Set, placements: list[Set]) -> list[Set]:
+        """The placements but for those that other micro-batches and recomputation have ruled out."""
+        found, room = self.found, min(self.most, self._room())
+        setting = self.node.base, self.node.mesh, self.parameters, stages
+        left = []
+        for placement in placements:
+            if self._kind(stages, placement) in found.exhausted:
+                found.count("dominated", 1)
+            elif sum(found.states.get((*setting, placement), ())) > room:
+                found.count(self._past(room), 1)
+            else:
+                left.append(placement)
+        return left
+
+    def _place(self, stages: Set, placements: list[Set], prepared: Graph | None) -> None:
+        """The placements of one split into stages: those that offload come last."""
+        q, node, found = self.q, self.node, self.found
+        weight = q.weight(self.base.cluster)
+        floor = 0.0 if self.everything else node.bound  # least seconds of any of them
+        if prepared and (pipe := prepared.pipeline):
+            floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
+        timed_floor = 0.0  # the same of those that were timed
+        memory = LeastMemory(prepared, (node.base, node.mesh, self.parameters, stages), found.states, self.tight)
+        fits, least = False, 0  # more techniques than these offload only where nothing fits
+        for done, placement in enumerate(placements):
+            if floor > SLACK * found.fastest and not self.everything:
+                found.count("bounded", len(placements) - done)
+                return
+            if fits and offloads(placement) > least and not self.everything:
+                found.count("dominated", len(placements) - done)
+                return
+            room = min(self.most, self._room())
+            # As long as nothing fits, what misses by least is to be found: only what predictions showed is left out.
+            if memory.exceeds(room, placement, compute=found.fastest < math.inf):
+                found.count(self._past(room), 1)
+                continue
+            e, techniques = candidate(self.base, node.chosen + stages + placement, node.micro)
+            refused = refusal((e, techniques))
+            if not refused and offloads(placement) and not q.training:  # how much is placed where the predictor decides
+                e, techniques, refused = with_open_options(e, techniques)
+            if refused:
+                found.refuse(refused, 1)
+                continue
+            timed = quick(e, techniques, prepared=prepared, activations=memory.activations(placement), room=room)
+            timed_floor = timed_floor or timed.floor * weight
+            floor = max(floor, timed_floor)
+            memory.learn(placement, timed)
+            self.tight = memory.tight
+            if timed.fits and q.training and timed.metrics["peak_bytes"] > room:
+                found.count(self._past(room), 1)
+                continue
+            judged = judge(q, e, timed, found)
+            if timed.fits and not offloads(placement) and "peak_bytes" not in q.slo:
+                fits = True  # what misses another limit from the device's memory misses it by more from elsewhere
+            if judged:
+                if q.workload.kind == "serve" and not fits:
+                    fits, least = True, offloads(placement)
+                fits = fits or q.training or not offloads(placement)  # generations differ in what they offload
+                copied = bool(offloads(placement)) and not (self.everything or q.slo)
+                _bound_the_rest(found, self._kind(stages, placement), timed, weight, copied)
+
+
+def _bound_the_rest(found: Found, kind: Setting, timed: Quick, weight: float, copied: bool) -> None:
+    """Take a feasible plan as a bound of others, and of those of its setting if it is ``copied`` and not ahead."""
+    found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
+    seconds = timed.metrics.get("step_time_s", math.inf) * weight
+    found.faster(seconds)
+    if copied:  # copies decide the time, and settings come in the order of their computation: they gain no more
+        if seconds >= min(found.seconds.get(kind, math.inf), SLACK * found.fastest):
+            found.exhausted.add(kind)
+        found.seconds[kind] = seconds
+
+
+def judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:
+    """Take in a prediction; whether it fits and keeps the limits."""
+    if not timed.fits:
+        found.count("oversize", 1)
+        found.infeasible(Tried(e, timed, math.inf))
+        return False
+    missed = q.misses(timed.metrics)
+    if q.metric not in timed.metrics:
+        raise UserError(f"goal {q.goal!r} needs {q.metric}, which is not predicted for {e.cluster.device.name}",
+                        "give the device a price_per_hour, or choose another goal")  # fmt: skip
+    t = ranked(q, e, timed, missed)
+    if missed:
+        found.count("missed", 1)
+        found.infeasible(t)
+    else:
+        found.count("feasible", 1)
+        found.feasible(t)
+    return not missed
+
+
+def ranked(q: Question, e: Experiment, timed: Quick, missed: list[str] | None = None) -> Tried:
+    """The plan with its rank: each technique that is not proven must win by more than whole steps are usually off."""
+    t = Tried(e, timed, q.rank(timed.metrics), missed or [], q.excess(timed.metrics))
+    if t.unvalidated and q.goal != "memory":
+        doubt = (1 + STEP[e.task]) ** len(t.unvalidated)
+        t.rank *= doubt if t.rank > 0 else 1 / doubt
+    return t
