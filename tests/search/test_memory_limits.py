@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import pytest
 
 from ridgeline import catalog
 from ridgeline.predict.quick import least_bytes, prepare, quick, split
 from ridgeline.search import Question, search
+from ridgeline.search.least_memory import LeastMemory, held_parameters
 from ridgeline.search.space import beside, candidate, refusal, slots, splits_batch, with_open_options
 from ridgeline.search.why import closest_miss
 from ridgeline.spec.workload import FineTune, Pretrain
@@ -26,7 +28,7 @@ def question(goal="throughput", on="2xh100-sxm", workload=WORK, **more) -> Quest
 def predicted(monkeypatch):
     """The plans that searches predict."""
     plans = []
-    module = sys.modules["ridgeline.search.search"]
+    module = sys.modules["ridgeline.search.expand"]
 
     def counted(e, *args, **options):
         plans.append(e)
@@ -60,6 +62,47 @@ def test_the_bound_holds_for_every_placement(micro):
                     assert bound <= quick(*point, always=True).metrics["peak_bytes"]
                     judged += 1
     assert judged > 100
+
+
+def test_what_other_micro_batches_and_shapes_have_shown_never_exceeds_the_peak():
+    q = question(on="4xh100-sxm", only=FEW | {"pipeline", "zero_offload", "fused_layers"})
+    base = q.base(q.cluster)
+    space = slots(q, base, q.techniques())
+    states, judged, shared = {}, 0, 0
+    shapes = [s for s in space.combinations("shape") if any(t.card.name == "mixed_precision" for t in s)]
+    for mesh in list(space.combinations("mesh"))[:2]:
+        for shape, micro in product(shapes[::2], (1, 4)):
+            core = prepare(*candidate(base, mesh + shape, micro))
+            for stages in list(space.combinations("split"))[::4]:
+                e, techniques = candidate(base, mesh + shape + stages, micro)
+                if refusal((e, techniques), whole=True):
+                    continue
+                setting = mesh, held_parameters(core), stages, e.accumulation > 1
+                memory = LeastMemory(split(core, e, techniques), setting, states, tight=True)
+                for placement in beside(mesh + shape, space.placements)[0]:
+                    point = candidate(base, mesh + shape + stages + placement, micro)
+                    if splits_batch(placement) != (e.gradient_ranks > 1) or refusal(point):
+                        continue
+                    found = quick(*point, always=True)
+                    shared += (*setting, placement) in states
+                    assert not memory.exceeds(found.metrics["peak_bytes"] * (1 + 1e-9), placement, compute=True)
+                    memory.learn(placement, found)
+                    judged += 1
+    assert judged > 200
+    assert shared > judged / 2
+
+
+@pytest.mark.parametrize("on", ["4xh100-sxm", "2xrtx4090"])
+def test_bounds_of_memory_leave_out_no_answer(on, monkeypatch, predicted):
+    q = question(on=on, workload=Pretrain(seq_len=2048, batch_size=64))
+    bounded, few = search(q, workers=1), len(predicted)
+    monkeypatch.setattr(LeastMemory, "exceeds", lambda *_, **__: False)
+    monkeypatch.setattr(LeastMemory, "activations", lambda *_: 0.0)
+    predicted.clear()
+    whole = search(q, workers=1)
+    assert [(t.calls, t.metrics) for t in bounded.best] == [(t.calls, t.metrics) for t in whole.best]
+    assert [(t.calls, t.metrics) for t in bounded.found.front] == [(t.calls, t.metrics) for t in whole.found.front]
+    assert few < len(predicted)
 
 
 @pytest.mark.parametrize("workload", [WORK, FineTune(seq_len=2048, batch_size=8)], ids=lambda w: w.kind)

@@ -388,14 +388,14 @@ def test_a_limit_on_goodput_is_the_least_allowed():
 def test_a_worker_that_is_killed_costs_nothing_but_time(monkeypatch):
     module, here = sys.modules[search.__module__], os.getpid()
     plans = {str(t.experiment.plan) for t in search(question(), workers=1).best}
-    nodes = module._nodes
+    nodes = module.nodes
 
     def dies(*args):
         if os.getpid() != here:
             os._exit(9)
         return nodes(*args)
 
-    monkeypatch.setattr(module, "_nodes", dies)
+    monkeypatch.setattr(module, "nodes", dies)
     assert {str(t.experiment.plan) for t in search(question(), workers=2).best} == plans
 
 

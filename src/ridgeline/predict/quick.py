@@ -132,10 +132,11 @@ def _quick(
     if not always:
         room = min(device.memory_bytes, room)
         if sum(least.values()) <= room and activations:
-            least |= {"gradients": gradients if accumulates(g) else 0.0, "activations": activations}
+            there = g.gradients_resident or accumulates(g)
+            least |= {"gradients": gradients if there else 0.0, "activations": activations}
         if sum(least.values()) > room:
-            peak_bytes = {"peak_bytes": sum(least.values())}
-            return Quick(peak_bytes, least, device.memory_bytes, "", False, states, gradients)
+            at_least = {"peak_bytes": sum(least.values())}
+            return Quick(at_least, least, device.memory_bytes, "", False, states, gradients)
     update = update_ops(g, e)
     tight, peak = tightest(g, e, cluster)
     device = tight.device

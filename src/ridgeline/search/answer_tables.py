@@ -10,10 +10,10 @@ from ridgeline.predict.common import unknown_host
 from ridgeline.predict.serving.arrivals import REQUESTS
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import NONE, metric, percent, size
+from ridgeline.search.expand import SLACK
 from ridgeline.search.found import ALIKE, Answer, Tried
 from ridgeline.search.kinds import difference
 from ridgeline.search.question import HIGHER
-from ridgeline.search.expand import SLACK
 from ridgeline.search.why import Relaxation, WhyNot
 from ridgeline.spec.workload import Serve, Workload
 from ridgeline.techniques.registry import brief, registry

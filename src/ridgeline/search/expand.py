@@ -78,13 +78,15 @@ class Expansion:
             if len(placements) < len(possible):
                 why = "placement: gradients are reduced exactly where there are several data-parallel ranks"
                 found.refuse(why, len(possible) - len(placements))
-            left = self._without_known(stages, placements)
+            # Whether micro-batches accumulate decides which gradients are sharded.
+            setting = node.base, node.mesh, self.parameters, stages, self.q.training and e.accumulation > 1
+            left = self._without_known(stages, placements, setting)
             prepared = split(self.core, e, techniques) if left and self.core else None
             room = self._room()
             if prepared and room < math.inf and least_bytes(prepared, e) > room:
                 found.count(self._past(room), len(left))
                 continue
-            self._place(stages, left, prepared)
+            self._place(stages, left, LeastMemory(prepared, setting, found.states, self.tight))
 
     def _split(self, stages: Set) -> tuple[Experiment, list[Technique], str]:
         """The experiment with these stages, and why it is refused."""
@@ -111,10 +113,9 @@ class Expansion:
     def _kind(self, stages: Set, placement: Set) -> Setting:
         return self.node.base, frozenset(self.rest), stages, placement
 
-    def _without_known(self, stages: Set, placements: list[Set]) -> list[Set]:
+    def _without_known(self, stages: Set, placements: list[Set], setting: tuple[Hashable, ...]) -> list[Set]:
         """The placements but for those that other micro-batches and recomputation have ruled out."""
         found, room = self.found, min(self.most, self._room())
-        setting = self.node.base, self.node.mesh, self.parameters, stages
         left = []
         for placement in placements:
             if self._kind(stages, placement) in found.exhausted:
@@ -125,15 +126,14 @@ class Expansion:
                 left.append(placement)
         return left
 
-    def _place(self, stages: Set, placements: list[Set], prepared: Graph | None) -> None:
+    def _place(self, stages: Set, placements: list[Set], memory: LeastMemory) -> None:
         """The placements of one split into stages: those that offload come last."""
-        q, node, found = self.q, self.node, self.found
+        q, node, found, prepared = self.q, self.node, self.found, memory.graph
         weight = q.weight(self.base.cluster)
         floor = 0.0 if self.everything else node.bound  # least seconds of any of them
         if prepared and (pipe := prepared.pipeline):
             floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
         timed_floor = 0.0  # the same of those that were timed
-        memory = LeastMemory(prepared, (node.base, node.mesh, self.parameters, stages), found.states, self.tight)
         fits, least = False, 0  # more techniques than these offload only where nothing fits
         for done, placement in enumerate(placements):
             if floor > SLACK * found.fastest and not self.everything:

@@ -37,7 +37,7 @@ class LeastMemory:
     graph: Graph | None
     """Before placements, none of which takes less for activations and temporaries, unless it moves activations."""
     setting: tuple[Hashable, ...]
-    """Mesh, parameters and split."""
+    """All that decides the memory of states but for the placement: mesh, parameters, split, accumulation."""
     states: dict[Hashable, States]
     """What is known from predictions, by setting and placement."""
     tight: bool = False

@@ -8,6 +8,7 @@ is left is sized first, and timed only when it fits.
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -69,7 +70,6 @@ def _search(question: Question, workers: int, progress: Progress | None, first_f
     spaces = [slots(question, base, known, settled.techniques, settled.names) for base in bases]
     shapes = [(i, mesh, shape) for i, space in enumerate(spaces) for mesh in space.combinations("mesh")
               for shape in space.combinations("shape")]  # fmt: skip
-    shapes.sort(key=lambda s: sum(t.phase == "recompute" for t in s[2]))
     workers = 1 if first_feasible else max(1, min(workers, len(shapes) // 8))
     found, before = Found(), 0
     for some in _by_offload(question, spaces):
@@ -137,7 +137,7 @@ def _walk_all(
     if workers == 1:
         found.merge(run(shapes, progress=say))
         return total
-    fork, parts = get_context("fork"), [shapes[i::workers] for i in range(workers)]
+    fork, parts = get_context("fork"), _parts(shapes, workers)
     counts = fork.Array("q", 2)
     with ProcessPoolExecutor(workers, fork, share, (fork.Value("d", math.inf), counts)) as pool:
         jobs = [pool.submit(run, part) for part in parts]
@@ -149,6 +149,18 @@ def _walk_all(
         killed = isinstance(job.exception(), BrokenProcessPool)
         found.merge(run(part) if killed else job.result())
     return total
+
+
+def _parts(shapes: list[Shape], workers: int) -> list[list[Shape]]:
+    """The shapes of each worker: those that differ in recomputation only stay together, as they share bounds. At
+    random, as an order by any technique's choices would give one worker all that is slow with it."""
+    groups: dict[object, list[Shape]] = {}
+    for index, mesh, shape in shapes:
+        rest = tuple(t for t in shape if t.phase != "recompute")
+        groups.setdefault((index, mesh, rest), []).append((index, mesh, shape))
+    order = list(groups.values())
+    random.Random(0).shuffle(order)
+    return [[s for group in order[i::workers] for s in group] for i in range(workers)]
 
 
 def _look_around(q: Question, bases: list[Experiment], spaces: list[Slots], best: Tried, found: Found) -> None:

@@ -157,11 +157,11 @@ def least_activations(g: Graph, moved: bool = True) -> dict[str, float]:
 
 
 def accumulates(g: Graph) -> bool:
-    """Whether gradients of earlier micro-batches are there at the peak of the activations (unless an update takes each
-    at once)."""
+    """Whether gradients of earlier micro-batches are there at the peak of the activations, unless an update takes each
+    at once."""
+    if g.pipeline is None:
+        return g.accumulation > 1
     pipe = g.pipeline
-    if pipe is None or g.gradients_resident:
-        return g.gradients_resident or g.accumulation > 1
     return g.accumulation > in_flight(pipe.schedule, 0, pipe.degree, g.accumulation, pipe.chunks)
 
 
