@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.crossings import crossing
-from tests.predict.test_scheduler import Toy
+from tests.predict.test_scheduler import Toy, adds_up
 
 from ridgeline.predict.serving.arrivals import Arrival
 from ridgeline.predict.serving.schedule import Simulation
@@ -176,6 +176,7 @@ def test_stretches_change_nothing_and_everybody_is_served(case):
         assert one.first == pytest.approx(other.first, nan_ok=True)
         assert one.finish == pytest.approx(other.finish, nan_ok=True)
         assert one.preemptions == other.preemptions
+        adds_up(one)
     assert counted.pool.free == case["blocks"]
     fits = [r.prompt + r.output <= min(128, case["blocks"] * 8) for r in asked]
     assert out.rejected == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ class SimulatedRequest:
     """Admission number while it is running; otherwise -1."""
     offset: int = 0
     """While it decodes with the others: ``computed`` minus the counter of decode iterations."""
+    last: float = math.nan
+    """When it got its last token; nan: it has none yet. While it decodes with the others, when they took it in."""
 
     @property
     def decodes(self) -> bool:
