@@ -137,6 +137,19 @@ def test_with_a_shared_prefix_too(made, prefix, chunks, room):
             assert computed < sum(map(sum, alone))
 
 
+def test_a_whole_prompt_whose_rest_fits_joins_the_running_sequences(made):
+    """Of 45 tokens 40 are in the cache: the rest of two fits an iteration of 45 beside one that decodes."""
+    plan = ["continuous_batching", "paged_kv:block_size=4", "padding_free"]
+    asked, limits = [(45, 6)] * 3, {"max_num_seqs": 8, "max_num_batched_tokens": 45}
+    steps, preemptions, engine = real(made, plan, asked, prefix=40, **limits)
+    assert steps[:3] == [[45], [1, 5, 5], [1, 1, 1]]
+    got = simulated(plan, engine.blocks.count, engine.max_model_len, asked, prefix=40, **limits)
+    assert got == (steps, preemptions)
+    s = Scheduling(limits=Limits(8, 45, chunked=False), block_size=4, share_prefixes=True)
+    counted = Simulation(Toy(), s, 10**4, 128, [Arrival(0.0, *a) for a in asked], prefix=40).run()
+    assert (counted.iterations, counted.prompt_iterations) == (7, 2)
+
+
 def test_sequences_are_sent_back_in_a_tight_pool_and_find_blocks_again(made):
     """What makes the comparison above one of substance."""
     asked = lengths(0)

@@ -32,6 +32,10 @@ class FleetRequest(SimulatedRequest):
 class ReplicaPool(BlockPool):
     """Blocks of a replica, in which sequences may arrive with the cache of their prompt."""
 
+    def find(self, job: SimulatedRequest) -> int:
+        """As in :class:`BlockPool`, or what came from another replica."""
+        return max(super().find(job), job.kept if isinstance(job, FleetRequest) else 0)
+
     def match(self, job: SimulatedRequest) -> None:
         """As in :class:`BlockPool`; what came from another replica need not be computed."""
         super().match(job)

@@ -63,6 +63,12 @@ class BlockPool:
         """Number of blocks of the shared prefix that a prompt has, which ends with a token of its own at least."""
         return min(self.prefix, job.prompt - 1) // self.size
 
+    def find(self, job: SimulatedRequest) -> int:
+        """Tokens that :meth:`match` would find, of which nothing is taken."""
+        chain = self._in_prefix(job) if self.share else 0
+        found = next((i for i in range(chain) if i not in self.users), chain)
+        return self.size * (found + (self.cached.get(job, 0) if found == chain else 0))
+
     def match(self, job: SimulatedRequest) -> None:
         """Reuse what is left of the shared prefix, and behind it of a sequence's own cached blocks."""
         chain, found = (self._in_prefix(job) if self.share else 0), 0

@@ -264,8 +264,10 @@ class Simulation:
         if self.limits.chunked or not self.mixes or not self.limits.continuous or not self.waiting or not self.running:
             return False
         counts = [1] * decoding + [job.tokens - job.computed for job in others]
+        if self.order is not None:
+            self.order(self.waiting)
         first = self.waiting[0]
-        return first.tokens - first.computed > self._left(counts)
+        return first.tokens - self.pool.find(first) > self._left(counts)
 
     def _left(self, counts: Collection[int]) -> int:
         most = self.limits.max_num_batched_tokens
