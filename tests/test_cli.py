@@ -264,8 +264,15 @@ def test_lengths_that_vary_are_an_option(ridgeline):
     args = ("predict", "gpt2", "--on", "a100-40g-sxm", "--task", "serve", "--requests", "8", "--json")
     code, out, _ = ridgeline(*args, "--length-cv", "0.5")
     assert code == 0
-    assert json.loads(out)["experiment"]["workload"]["length_cv"] == 0.5
+    both = json.loads(out)
+    assert both["experiment"]["workload"]["length_cv"] == 0.5
     assert ridgeline(*args, "--length-cv", "9")[0] == 2
+    code, out, _ = ridgeline(*args, "--length-cv", "0.5", "--output-cv", "0")
+    assert code == 0
+    one = json.loads(out)
+    assert one["experiment"]["workload"]["output_cv"] == 0
+    assert one["metrics"]["tokens_per_s"] != both["metrics"]["tokens_per_s"]
+    assert ridgeline(*args, "--output-cv", "9")[0] == 2
 
 
 FILES = [
