@@ -216,7 +216,7 @@ def packed(run: Build, t: WeightOnly, codes_dense: bool = False, mse: bool = Fal
     """
     import torch
 
-    from ridgeline.nn.quant.packed_model import holds_codes, pack_head, pack_layers
+    from ridgeline.nn.quant.packed_model import pack_head, pack_layers, packed_layers
     from ridgeline.runtime.solve.grid import Affine
 
     def code(name: str, expert: int | None) -> tuple[Packed, None]:
@@ -227,7 +227,7 @@ def packed(run: Build, t: WeightOnly, codes_dense: bool = False, mse: bool = Fal
 
     w = run.experiment.workload
     assert isinstance(w, (Generate, Serve))
-    layers = holds_codes(run.model)
+    layers = packed_layers(run.model)
     if layers:
         wrong = next((n for n, layer in layers.items() if layer.bits != t.bits_of(n)), None)
         if wrong is not None:
