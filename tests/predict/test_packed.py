@@ -150,6 +150,19 @@ def test_a_whole_prompt_whose_rest_fits_joins_the_running_sequences(made):
     assert (counted.iterations, counted.prompt_iterations) == (7, 2)
 
 
+def test_a_whole_prompt_whose_cached_blocks_are_taken_meanwhile_goes_alone(made):
+    """It seems to fit beside a running sequence, which takes one of its blocks in that very step, and goes in the next:
+    no run of decode steps hides that."""
+    plan = ["continuous_batching", "paged_kv:block_size=4", "padding_free"]
+    asked = [(4, 7), (17, 13), (49, 19), (3, 21), (19, 22), (25, 23), (14, 27), (4, 10), (46, 29), (7, 12), (3, 4),
+             (30, 12), (30, 26), (51, 4), (28, 17), (40, 10), (20, 23), (7, 15), (30, 9), (39, 11)]  # fmt: skip
+    limits = {"max_num_seqs": 20, "max_num_batched_tokens": 33}
+    steps, preemptions, engine = real(made, plan, asked, prefix=5, kv_cache_bytes=25600, **limits)
+    assert steps[98:100] == [[1], [33]]
+    got = simulated(plan, engine.blocks.count, engine.max_model_len, asked, prefix=5, **limits)
+    assert got == (steps, preemptions)
+
+
 def test_sequences_are_sent_back_in_a_tight_pool_and_find_blocks_again(made):
     """What makes the comparison above one of substance."""
     asked = lengths(0)

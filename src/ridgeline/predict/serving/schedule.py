@@ -59,6 +59,8 @@ class Simulation:
         unset = [math.nan] * len(requests)
         self.out = SimulationOutcome(self.arrivals.sent, unset, [*unset], [r.output for r in requests])
         self.steps: list[list[int]] | None = [] if record else None
+        self.own = False
+        """Whether the step under way was to be one without the running sequences."""
         # State of the decoding sequences: see _gather.
         self.counted, self.step, self.cached = False, 0, 0
         self.ends: list[tuple[int, int, SimulatedRequest]] = []
@@ -140,11 +142,10 @@ class Simulation:
         if budget < 0 or need > self.pool.free:
             return None
         ahead = need
-        if self._needs_own_step(going, self.late):
-            rows = {}
+        if own := self._needs_own_step(going, self.late):
             self._admit(rows, lim.max_num_batched_tokens)
             if rows:
-                self._pass(rows, 0, 0)
+                self._pass(rows, 0, 0, True)
                 return True
         alone = not going or not self.mixes
         for job in sorted(self.late, key=lambda j: j.tokens - j.computed > 1) if self.mixes else self.late:
@@ -167,14 +168,15 @@ class Simulation:
                 self.pool.take(need)
         if not rows and not going:
             return False
-        self._pass(rows, going, need)
+        self._pass(rows, going, need, bool(rows) or self._own_step_follows(own, going, self.late))
         return True
 
-    def _pass(self, rows: dict[SimulatedRequest, int], going: int, need: int) -> None:
-        """Advance time with ``rows`` and the ``going`` decoding sequences; ``need`` blocks are already theirs."""
+    def _pass(self, rows: dict[SimulatedRequest, int], going: int, need: int, once: bool) -> None:
+        """Advance time with ``rows`` and the ``going`` decoding sequences; ``need`` blocks are already theirs.
+        ``once``: by one iteration alone."""
         ones = [job for job, n in rows.items() if n == 1]
         cached = (self.cached if going else 0) + sum(job.computed for job in ones) + going + len(ones)
-        most = 1 if rows else self.ends[0][0] - self.step
+        most = 1 if once else self.ends[0][0] - self.step
         if most > 1 and self._blocks(most) - need > self.pool.free:
             most = 1
         prompts = [(n, job.computed) for job, n in rows.items() if n > 1]
@@ -222,7 +224,8 @@ class Simulation:
         steady = self.out.preemptions == preempted
         if plan:
             # Behind a request that joins, the next may go in a step of its own.
-            self._step(plan, steady and self.admitted == admitted)
+            joined = self.admitted > admitted
+            self._step(plan, steady and not joined and not self._own_step_follows(self.own, 0, self.running))
         return bool(plan) or not steady
 
     def _schedule(self) -> dict[SimulatedRequest, int]:
@@ -231,7 +234,8 @@ class Simulation:
         budget = self._left(plan.values())
         joins = lim.continuous or not self.running
         preempted = self.out.preemptions
-        if self._needs_own_step(0, self.running):
+        self.own = self._needs_own_step(0, self.running)
+        if self.own:
             self._admit(plan, budget)
             if plan:
                 return plan
@@ -268,6 +272,11 @@ class Simulation:
             self.order(self.waiting)
         first = self.waiting[0]
         return first.tokens - self.pool.find(first) > self._left(counts)
+
+    def _own_step_follows(self, own: bool, decoding: int, others: Collection[SimulatedRequest]) -> bool:
+        """Whether a prompt that seemed to fit into this step (``own``: it did not) goes in the next one without the
+        running sequences, which have taken blocks of the cache that it would have begun with."""
+        return not own and self._needs_own_step(decoding, others)
 
     def _left(self, counts: Collection[int]) -> int:
         most = self.limits.max_num_batched_tokens
