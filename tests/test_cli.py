@@ -32,6 +32,7 @@ def ridgeline(monkeypatch, capsys):
 
 FILE = "examples/llama2-70b-64xa100.toml"
 SERVE = ("plan", "gpt2", "--on", "a100-40g-sxm", "--task", "serve")
+SERVE_BERT = ("plan", "bert-base", "--on", "a100", "--task", "serve", "--prompt-len", "128", "--output-len", "1")
 PREDICT = ("predict", "llama2-7b", "--on", "8xa100", "--batch-size", "8")
 
 
@@ -214,6 +215,8 @@ MISTAKES = [
     ([*PREDICT, "--plan", "one"], ["--plan one does not go with a model", "an ablation's file"]),
     ([*SERVE, "--goal", "memory"], ["goal memory", "the cache takes what the weights leave", "kv_cache_tokens"]),
     ([*SERVE, "--slo", "peak_bytes=9GB"], ["a limit on peak_bytes", "the cache takes what the weights leave"]),
+    ([*SERVE, "--goal", "memory", "--engine", "ridgeline"], ["the cache of ridgeline takes its share of what"]),
+    ([*SERVE_BERT, "--goal", "memory"], ["bert-base is an encoder: its serving can be run, not predicted"]),
     (["plan", FILE], ["is a TOML file, not a model", "config.json", "predict, explain, bench"]),
     (["plan", "none.toml"], ["none.toml is a TOML file, not a model"]),
     (["predict", "README.md"], ["README.md is no model", "ridgeline models", "config.json"]),
@@ -261,8 +264,15 @@ def test_lengths_that_vary_are_an_option(ridgeline):
     args = ("predict", "gpt2", "--on", "a100-40g-sxm", "--task", "serve", "--requests", "8", "--json")
     code, out, _ = ridgeline(*args, "--length-cv", "0.5")
     assert code == 0
-    assert json.loads(out)["experiment"]["workload"]["length_cv"] == 0.5
+    both = json.loads(out)
+    assert both["experiment"]["workload"]["length_cv"] == 0.5
     assert ridgeline(*args, "--length-cv", "9")[0] == 2
+    code, out, _ = ridgeline(*args, "--length-cv", "0.5", "--output-cv", "0")
+    assert code == 0
+    one = json.loads(out)
+    assert one["experiment"]["workload"]["output_cv"] == 0
+    assert one["metrics"]["tokens_per_s"] != both["metrics"]["tokens_per_s"]
+    assert ridgeline(*args, "--output-cv", "9")[0] == 2
 
 
 FILES = [

@@ -5,6 +5,7 @@ very same memory, and nothing of Python in between; what would have to wait for 
 """
 
 import gc
+import math
 import random
 import warnings
 
@@ -103,7 +104,8 @@ def made(monkeypatch):
     """An engine, and its captured steps if it is to have them."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(native, "library", lambda: None)
-        monkeypatch.setattr(Experts, "groupable", lambda *_: True)  # as on a GPU
+        monkeypatch.setattr(Experts, "groupable", lambda *_: True)  # as on a GPU in 16 bits
+        monkeypatch.setattr(step_graphs, "most_tokens_at_once", lambda _: math.inf)
 
     def make(base, graphs, kind="", drafts=0, **fields):
         dtype = torch.float64 if DEVICE.type == "cpu" and base != "mixtral-tiny" else torch.float32

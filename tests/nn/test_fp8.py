@@ -278,6 +278,24 @@ def test_stored_weights_take_a_byte():
     assert 1e-4 < float(error) < 0.04
 
 
+def test_the_scale_is_part_of_the_state():
+    """Of a layer by itself, and of layers that lie together, which read what is loaded."""
+    torch.manual_seed(0)
+    given, other = ([torch.nn.Linear(32, 16) for _ in range(2)] for _ in range(2))
+    for layer in given:
+        layer.weight.data.mul_(30)
+    saved = torch.nn.ModuleList([fp8.StoredFp8Linear(layer) for layer in given])
+    loaded = torch.nn.ModuleList([fp8.StoredFp8Linear(layer) for layer in other])
+    assert joined_weights.lay_served_together(list(loaded))
+    state = {name: t.clone() for name, t in saved.state_dict().items()}
+    assert set(state) == {f"{i}.{leaf}" for i in range(2) for leaf in ("codes", "inverse", "bias")}
+    loaded.load_state_dict(state)
+    x = torch.randn(5, 32)
+    want = [layer(x) for layer in saved]
+    assert all(torch.equal(layer(x), y) for layer, y in zip(loaded, want, strict=True))
+    torch.testing.assert_close(loaded[0].joined(list(loaded))(x), torch.cat(want, -1))
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("units", [False, True])
 def test_stored_layers_are_one_product(biased, units, monkeypatch):

@@ -158,12 +158,15 @@ def test_experts_of_several_kinds_stay_apart():
     layer = PackedExperts("relu", None, *linears)
     assert not group_experts(layer)
     assert layer.grouped is None
+    moe = MoE(catalog.model("mixtral-tiny")).bfloat16()
+    moe.experts = layer
+    assert most_tokens_at_once(moe) == 0
 
 
 def test_tokens_of_a_step_whose_experts_go_at_once():
-    """Of all kinds in a model those of the layer that takes fewest; other layers set no limit."""
+    """Of all kinds in a model those of the layer that takes fewest; other layers set no limit. In fp32 none do."""
     spec = catalog.model("mixtral-tiny")
-    plain, coded = MoE(spec), MoE(spec)
+    plain, coded = MoE(spec).bfloat16(), MoE(spec).bfloat16()
     assert most_tokens_at_once(torch.nn.ModuleList([plain])) == math.inf
     holder = torch.nn.Module()
     holder.experts = coded.experts
@@ -171,4 +174,6 @@ def test_tokens_of_a_step_whose_experts_go_at_once():
     coded.experts = holder.experts
     assert group_experts(coded.experts)
     most = FLOAT8_ROWS if has_float8(torch.device(DEVICE)) else MANY_ROWS
-    assert most_tokens_at_once(torch.nn.ModuleList([plain, coded])) == most * spec.num_experts / spec.experts_per_token
+    both = torch.nn.ModuleList([plain, coded])
+    assert most_tokens_at_once(both) == most * spec.num_experts / spec.experts_per_token
+    assert most_tokens_at_once(both.float()) == most_tokens_at_once(MoE(spec)) == 0

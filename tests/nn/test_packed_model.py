@@ -12,7 +12,7 @@ from ridgeline.nn.checkpoint.formats import writer
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed_linear import PackedLinear
-from ridgeline.nn.quant.packed_model import PackedExperts, holds_codes, load_packed
+from ridgeline.nn.quant.packed_model import PackedExperts, load_packed, packed_layers
 from ridgeline.runtime.compress_build import LinearLayer
 from ridgeline.runtime.solve.grid import Affine
 from ridgeline.spec.errors import UserError
@@ -67,7 +67,7 @@ def test_logits_are_those_of_the_expanded_model(tmp_path, form, tied):
     spec = SPEC.model_copy(update={"tie_embeddings": tied})
     path = write(tmp_path / "m", spec, symmetric=form == "gptq", form=form)
     model = load_packed(path, torch.float32)
-    assert len(holds_codes(model)) == 14
+    assert len(packed_layers(model)) == 14
     assert (model.head.out.weight is model.embed.tokens.weight) == tied
     assert difference(path, exact=True) < 1e-6
     assert difference(path) < 1e-2
@@ -78,7 +78,7 @@ def test_layers_that_stay_dense_are_loaded_as_they_are(tmp_path):
     model = load_packed(path, torch.float32)
     assert isinstance(model.layers["0"].attention.v_proj, torch.nn.Linear)
     assert isinstance(model.layers["1"].mlp.up_proj, torch.nn.Linear)
-    assert len(holds_codes(model)) == 9
+    assert len(packed_layers(model)) == 9
     assert difference(path) < 1e-2
 
 
@@ -104,7 +104,7 @@ def test_input_codes_are_read_back(tmp_path):
 
 def test_a_dense_checkpoint_loads_as_ever(tmp_path):
     save_checkpoint(build(SPEC, seed=3), tmp_path)
-    assert not holds_codes(load_packed(tmp_path))
+    assert not packed_layers(load_packed(tmp_path))
     assert difference(tmp_path) == 0
 
 

@@ -105,7 +105,11 @@ def test_our_own_products_with_codes_of_many_rows_expand_the_weight(plan, bits, 
     assert product("vllm", 129)[2] is None
 
 
-@pytest.mark.parametrize(("plan", "most"), [([], math.inf), (["mxfp4"], 128), (["fp8"], 8), (["qmoe"], 0)])
+@pytest.mark.parametrize(("plan", "most"), [
+    ([], math.inf), (["mxfp4"], 128), (["fp8"], 8), (["rtn"], 128), (["rtn:group_size=8"], 0), (["qmoe"], 0),
+    (["qmoe:grid=2bit"], 128), (["finequant"], 0), (["fptq"], 0), (["quantease"], 128),
+    (["quantease:outliers=0.01"], 0),
+])  # fmt: skip
 def test_steps_with_experts_in_codes_are_captured_where_they_are_one_product(plan, most):
     """Of up to ``most`` rows for each expert (``tests/gpu/test_traced.py``); of more, the host waits for their numbers,
     and launches operators."""
@@ -114,6 +118,19 @@ def test_steps_with_experts_in_codes_are_captured_where_they_are_one_product(pla
     assert own.engine.graphs == (most > 0)
     assert own.captured == [t for t in plain.captured if t <= 4 * most]
     assert plain.captured[-1] > 512
+
+
+@pytest.mark.parametrize(("dtype", "on", "captures"), [
+    ("bf16", "h200", True), ("fp16", "v100-32g", False), ("fp32", "h200", False), ("fp32", "v100-32g", False),
+])  # fmt: skip
+@pytest.mark.parametrize("plan", [[], ["mxfp4"]])
+def test_experts_in_32_bits_are_computed_one_after_the_other(dtype, on, captures, plan):
+    """As ``tests/nn/test_grouped_codes.py`` has it of the engine; and PyTorch's grouped product needs Ampere, codes do
+    not."""
+    work = {"kind": "serve", "engine": "ridgeline", "dtype": dtype}
+    e = experiments.make("mixtral-8x7b", on, work, ["padding_free", *plan])
+    s = Iterations(e, check(e), rank_cluster(e), find_engine("ridgeline", e.cluster.device), (512, 4096))
+    assert bool(s.captured) == s.engine.graphs == (captures or (dtype == "fp16" and bool(plan)))
     assert surface(model="mixtral-8x7b", on="h200", plan=plan).engine.graphs
     dense = surface(plan=["mxfp4:layers=all"], engine="ridgeline")
     assert dense.engine.graphs

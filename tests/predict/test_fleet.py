@@ -5,6 +5,7 @@ import math
 import random
 
 import pytest
+from tests.predict.test_scheduler import adds_up
 from typer.testing import CliRunner
 
 from ridgeline import catalog, fleets
@@ -39,6 +40,7 @@ def outcome(spec, work=WORK, model=MODEL):
     models = [model_of(p, spec, made[p.name], arrivals) for p in spec.pools]
     out = simulate_fleet(spec, models, w, arrivals)
     assert not any(math.isnan(t) for t in (*out.requests.first, *out.requests.finish))
+    adds_up(out.requests)
     for m in out.members:
         if m.state == "gone":
             continue

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.crossings import crossing
-from tests.predict.test_scheduler import Toy
+from tests.predict.test_scheduler import Toy, adds_up
 
 from ridgeline.predict.serving.arrivals import Arrival
 from ridgeline.predict.serving.schedule import Simulation
@@ -137,6 +137,32 @@ def test_with_a_shared_prefix_too(made, prefix, chunks, room):
             assert computed < sum(map(sum, alone))
 
 
+def test_a_whole_prompt_whose_rest_fits_joins_the_running_sequences(made):
+    """Of 45 tokens 40 are in the cache: the rest of two fits an iteration of 45 beside one that decodes."""
+    plan = ["continuous_batching", "paged_kv:block_size=4", "padding_free"]
+    asked, limits = [(45, 6)] * 3, {"max_num_seqs": 8, "max_num_batched_tokens": 45}
+    steps, preemptions, engine = real(made, plan, asked, prefix=40, **limits)
+    assert steps[:3] == [[45], [1, 5, 5], [1, 1, 1]]
+    got = simulated(plan, engine.blocks.count, engine.max_model_len, asked, prefix=40, **limits)
+    assert got == (steps, preemptions)
+    s = Scheduling(limits=Limits(8, 45, chunked=False), block_size=4, share_prefixes=True)
+    counted = Simulation(Toy(), s, 10**4, 128, [Arrival(0.0, *a) for a in asked], prefix=40).run()
+    assert (counted.iterations, counted.prompt_iterations) == (7, 2)
+
+
+def test_a_whole_prompt_whose_cached_blocks_are_taken_meanwhile_goes_alone(made):
+    """It seems to fit beside a running sequence, which takes one of its blocks in that very step, and goes in the next:
+    no run of decode steps hides that."""
+    plan = ["continuous_batching", "paged_kv:block_size=4", "padding_free"]
+    asked = [(4, 7), (17, 13), (49, 19), (3, 21), (19, 22), (25, 23), (14, 27), (4, 10), (46, 29), (7, 12), (3, 4),
+             (30, 12), (30, 26), (51, 4), (28, 17), (40, 10), (20, 23), (7, 15), (30, 9), (39, 11)]  # fmt: skip
+    limits = {"max_num_seqs": 20, "max_num_batched_tokens": 33}
+    steps, preemptions, engine = real(made, plan, asked, prefix=5, kv_cache_bytes=25600, **limits)
+    assert steps[98:100] == [[1], [33]]
+    got = simulated(plan, engine.blocks.count, engine.max_model_len, asked, prefix=5, **limits)
+    assert got == (steps, preemptions)
+
+
 def test_sequences_are_sent_back_in_a_tight_pool_and_find_blocks_again(made):
     """What makes the comparison above one of substance."""
     asked = lengths(0)
@@ -176,6 +202,7 @@ def test_stretches_change_nothing_and_everybody_is_served(case):
         assert one.first == pytest.approx(other.first, nan_ok=True)
         assert one.finish == pytest.approx(other.finish, nan_ok=True)
         assert one.preemptions == other.preemptions
+        adds_up(one)
     assert counted.pool.free == case["blocks"]
     fits = [r.prompt + r.output <= min(128, case["blocks"] * 8) for r in asked]
     assert out.rejected == 0

@@ -202,13 +202,37 @@ def test_a_whole_prompt_does_not_wait_until_all_others_end(padded, record):
     assert out.first[1] < 0.1 < out.finish[0]
 
 
+def adds_up(out):
+    """Each output has one token fewer in gaps than in all, and its gaps fill the time from its first to its last."""
+    behind = sum(finish - first for first, finish in zip(out.first, out.finish, strict=True))
+    assert sum(count for _, count in out.gaps) == sum(out.output) - len(out.output)
+    assert sum(gap * count for gap, count in out.gaps) == pytest.approx(behind)
+
+
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("record", [False, True])
 def test_gaps_add_up_to_the_time_behind_first_tokens(mixes, record):
     """Also those in which sequences that decode wait for prompts in steps of their own, one after the other."""
     s = Scheduling(limits=Limits(max_num_batched_tokens=64, chunked=False))
     asked = [Arrival(0.003 * i, 64, 11) for i in range(8)]
-    out = Simulation(Toy(), s, 10**4, 10**6, asked, mixes=mixes, record=record).run()
-    behind = sum(finish - first for first, finish in zip(out.first, out.finish, strict=True))
-    assert sum(gap * count for gap, count in out.gaps) == pytest.approx(behind)
-    assert sum(count for _, count in out.gaps) == 8 * 10
+    adds_up(Simulation(Toy(), s, 10**4, 10**6, asked, mixes=mixes, record=record).run())
+
+
+@pytest.mark.parametrize("prompt", [1, 65])
+@pytest.mark.parametrize("record", [False, True])
+def test_the_last_token_of_a_prompt_is_behind_no_other(prompt, record):
+    """A piece of one token, whose output is the first: nobody has waited for it since another."""
+    s = Scheduling(limits=Limits(max_num_batched_tokens=64))
+    out = Simulation(Toy(), s, 10**4, 10**6, [Arrival(0.0, prompt, 3)], record=record).run()
+    adds_up(out)
+    assert sum(count for _, count in out.gaps) == 2
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_a_preempted_sequence_waits_for_its_next_token(record):
+    """All the time in the queue and for being computed again, not only for the step in which it comes."""
+    s = Scheduling(limits=Limits(max_num_batched_tokens=64), block_size=16)
+    out = Simulation(Toy(), s, 6, 96, [Arrival(0.0, 30, 60), Arrival(0.0, 30, 60)], record=record).run()
+    assert out.preemptions
+    adds_up(out)
+    assert max(gap for gap, _ in out.gaps) > out.finish[0] - out.first[0] - 0.3

@@ -170,3 +170,18 @@ def test_recorded_traces():
         r = serve("llama3.1-70b", "8xh100", ["fp8", "tensor_parallel:degree=8"], trace=str(trace), requests=3000)
         assert r.status == "ok"
         json.loads(r.to_json())
+
+
+@pytest.mark.parametrize(("model", "on", "plan", "says"), [
+    ("deepseek-v3", "16xh200", ["tensor_parallel:degree=16"], "in fp8, and predicted in bf16: --with fp8 predicts"),
+    ("deepseek-v3", "8xh200", ["tensor_parallel:degree=8"], "in fp8, and predicted in bf16: --with fp8 predicts"),
+    ("gpt-oss-20b", "h100", [], "published in mxfp4, and predicted in bf16: --with mxfp4"),
+    ("deepseek-v3", "16xh200", ["tensor_parallel:degree=16", "fp8"], ""),
+    ("gpt-oss-20b", "h100", ["fp8"], ""), ("llama3.1-8b", "h100", [], ""),
+])  # fmt: skip
+def test_the_format_that_weights_are_published_in(model, on, plan, says):
+    """Also where 16 bits do not fit."""
+    notes = predict(experiments.make(model, on, {"kind": "serve", "requests": 4}, plan)).notes
+    found = [n for n in notes if "published in" in n]
+    assert len(found) == bool(says)
+    assert all(says in n for n in found)

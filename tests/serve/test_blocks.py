@@ -92,7 +92,8 @@ def test_no_block_is_ever_lost(acts, count):
     for act, which, n in acts:
         if act == 0 or not alive:
             s = seq([which] * (n + 1))
-            blocks.match(s)
+            found = blocks.find(s)
+            assert blocks.match(s) == found
             alive.append(s)
         s = alive[which % len(alive)]
         if act in (1, 2):

@@ -71,6 +71,22 @@ def test_a_client_that_was_away_saves_nothing_up():
     assert shares.first({b"a", b"b", b"c"}) == b"b"
 
 
+@pytest.mark.parametrize("next_in_line", ["short", "long"])
+def test_the_next_prompt_decides_whether_it_goes_in_a_step_of_its_own(next_in_line):
+    """Not the oldest one, whose client has been served: of those that fit beside the running sequence only a short one
+    does."""
+    eng = engine(model(), "-chunked_prefill", max_num_seqs=8, max_num_batched_tokens=32)
+    share(eng.scheduler, "fair")
+    eng.add(request("running", b"a"))
+    eng.step()
+    lengths = {"short": (32, 8), "long": (8, 32)}[next_in_line]
+    for name, client, prompt in zip(("old", "next"), (b"a", b"b"), lengths, strict=True):
+        eng.add(request(name, client, prompt=prompt))
+    eng.scheduler.fair.generated(b"a")  # no tie
+    batch = {s.group.request.id: n for s, n in eng.scheduler.schedule().tokens.items()}
+    assert batch == ({"running": 1, "next": 8} if next_in_line == "short" else {"next": 32})
+
+
 def test_priority_goes_before_fairness():
     flood = [request(f"a{i}", b"a") for i in range(4)]
     ends = served(made(), *flood, request("b", b"b"), request("now", b"a", priority=-1))

@@ -69,6 +69,21 @@ def test_a_prompt_of_before_comes_back(source, want, tmp_path, store):
     assert sum(found for _, found in served(plain, FIRST, OTHER, FIRST)) <= 8  # what of the head was not evicted
 
 
+def test_what_would_be_found_is_told_before_anything_is_taken(source):
+    e = engine(source, "kv_offload:host=1MB")
+    match, told = e.blocks.match, []
+
+    def matched(seq):
+        told.append(e.blocks.find(seq))
+        assert not seq.blocks
+        assert match(seq) == told[-1]
+        return told[-1]
+
+    e.blocks.match = matched
+    served(e, FIRST, OTHER, FIRST)
+    assert told == [0, 0, 40]
+
+
 def test_a_reset_forgets_what_is_stored_too(source, want, tmp_path):
     e = engine(source, f"kv_offload:host=1MB,path={tmp_path / 'kv'}")
     served(e, FIRST, OTHER)

@@ -107,7 +107,7 @@ class Slow:
         ({"logit_bias": {"a": 1.0}}, "logit_bias", "no token ids"),
         ({"logprobs": 21}, "logprobs", "of 20 at most"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream only"),
-        ({"guided_regex": "a"}, "guided_regex", "unknown field"),
+        ({"guided_regex": "a"}, "guided_regex", "unknown field 'guided_regex': give structured_outputs.regex"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "stream_options.usage"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be compiled"),
         ({"structured_outputs": {}}, "structured_outputs", "asks for nothing"),

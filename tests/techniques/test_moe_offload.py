@@ -16,7 +16,7 @@ from ridgeline.nn.memory.expert_cache import ExpertCache
 from ridgeline.nn.memory.layer_stream import HostSource, LayerTensor, layer_tensors
 from ridgeline.nn.memory.meter import Meter
 from ridgeline.nn.quant.packed_linear import PackedLinear
-from ridgeline.nn.quant.packed_model import holds_codes
+from ridgeline.nn.quant.packed_model import packed_layers
 from ridgeline.predict import predict
 from ridgeline.spec.device import Cluster, Link
 from ridgeline.spec.errors import Incompatible, UserError
@@ -212,7 +212,7 @@ def test_attention_and_experts_in_different_bits(tmp_path, how):
     squeeze(source, tmp_path / "small", how)
     narrow = int(how[-1])
     _, model = built(tmp_path / "small")
-    assert {layer.bits for layer in holds_codes(model).values()} == {4, narrow}
+    assert {layer.bits for layer in packed_layers(model).values()} == {4, narrow}
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLinear):
             assert layer.bits == (narrow if ".experts." in name else 4), name

@@ -8,7 +8,7 @@ from ridgeline import catalog, experiments
 from ridgeline.nn.kernels import native
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.packed_linear import PackedLinear
-from ridgeline.nn.quant.packed_model import holds_codes, load_packed
+from ridgeline.nn.quant.packed_model import load_packed, packed_layers
 from ridgeline.predict import predict
 from ridgeline.runtime.build import Build
 from ridgeline.spec.device import Cluster, Device
@@ -50,7 +50,7 @@ CASES = ["bits=4,group_size=64", "bits=3,group_size=32,symmetric=false", "bits=8
 def test_held_bytes_are_predicted_exactly(spec, options):
     e = generation(spec, f"gptq:{options}")
     model = built(e, build(spec))
-    assert len(holds_codes(model)) == 2 * (4 + 3 * max(1, spec.num_experts))
+    assert len(packed_layers(model)) == 2 * (4 + 3 * max(1, spec.num_experts))
     predicted = {m.category: m.bytes for m in predict(normalize(e)).memory}
     assert predicted["parameters"] == pytest.approx(parameter_bytes(model), rel=1e-12)
 
@@ -139,7 +139,7 @@ def test_checkpoint_bytes_are_predicted_exactly(tmp_path, tied, bits, group, sym
     e = generation(spec, f"gptq:bits={bits},group_size={group},symmetric={symmetric}", checkpoint=str(path))
     metrics = predict(normalize(e)).metrics
     assert metrics["checkpoint_bytes"].value == size
-    stored = [layer.bits for layer in holds_codes(built(e, load_packed(path))).values()]
+    stored = [layer.bits for layer in packed_layers(built(e, load_packed(path))).values()]
     assert stored == [bits] * 14
     share = 16 + (0 if symmetric else bits)
     if group:
@@ -159,7 +159,7 @@ def test_a_dense_checkpoint_is_referred_to_compress(tmp_path):
         built(e, build(WIDE))
     assert "ridgeline compress" in caught.value.fix
     rounded = built(generation(WIDE, "rtn:bits=4,group_size=32", checkpoint=str(tmp_path)), build(WIDE))
-    assert len(holds_codes(rounded)) == 14  # which needs no calibration
+    assert len(packed_layers(rounded)) == 14  # which needs no calibration
 
 
 @torch.inference_mode()

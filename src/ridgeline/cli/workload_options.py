@@ -34,6 +34,9 @@ def _options(
     length_cv: Annotated[
         float | None, typer.Option(help="Coefficient of variation of both lengths; 0: all equal (serve).")
     ] = None,
+    output_cv: Annotated[
+        float | None, typer.Option(help="That of output lengths alone, as --length-cv if left out (serve).")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second (serve).")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Number of closed-loop clients (serve).")] = None,
     arrivals: Annotated[Path | None, typer.Option(help="Trace of requests, CSV or JSON lines (serve).")] = None,
@@ -53,9 +56,9 @@ def _options(
     return {
         "seq_len": _length("seq_len", seq_len), "batch_size": batch_size, "micro_batch_size": micro_batch_size,
         "prompt_len": _length("prompt_len", prompt_len), "output_len": _length("output_len", output_len),
-        "length_cv": length_cv,
-        "rate": rate, "concurrency": concurrency, "trace": str(arrivals) if arrivals else None, "requests": requests,
-        "shared_prefix": shared_prefix, "engine": engine, "slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "dtype": dtype,
+        "length_cv": length_cv, "output_cv": output_cv, "rate": rate, "concurrency": concurrency,
+        "trace": str(arrivals) if arrivals else None, "requests": requests, "shared_prefix": shared_prefix,
+        "engine": engine, "slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "dtype": dtype,
     }  # fmt: skip
 
 

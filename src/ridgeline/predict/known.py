@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ridgeline.catalog import published_format
 from ridgeline.predict.interval import Known, add_intervals
 from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Technique
 
 ALIKE = 0.03
@@ -32,6 +34,7 @@ def known_of(e: Experiment, techniques: Sequence[Technique], waiting: float) -> 
     dtypes = {e.dtype, *(getattr(t, "dtype", "") for t in techniques)}
     if device.kind == "gpu" and "bf16" in dtypes and "bf16" not in device.peak_flops and "fp16" in device.peak_flops:
         notes.append(f"{device.name} has no arithmetic in bf16: predicted at its rate in fp16, which dtype=fp16 states")
+    notes += _published(e)
     ranks = e.world if e.is_training else e.world // e.data_parallel
     if device.link and device.link.server and min(ranks, e.cluster.devices_per_node) > device.link.spans[0][0]:
         notes.append(
@@ -53,6 +56,15 @@ def known_of(e: Experiment, techniques: Sequence[Technique], waiting: float) -> 
             " ones may not; length_cv of the workload says how much lengths vary"
         )
     return Known(not unlike, fitted, waiting, reserved_by(e)), notes
+
+
+def _published(e: Experiment) -> list[str]:
+    """That a model's weights are published in fewer bits than the plan has them in, where nothing is trained."""
+    name = published_format(e.model.name)
+    if e.is_training or not name or has(e, "weights") or has(e, "experts"):
+        return []
+    return [f"the weights of {e.model.name} are published in {name}, and predicted in {e.dtype}: --with {name} predicts"
+            " them as published"]  # fmt: skip
 
 
 def reserved_by(e: Experiment) -> str:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 from ridgeline.catalog import published_format
 from ridgeline.predict.serving.arrivals import REQUESTS
+from ridgeline.predict.serving.simulate import check_decodes
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
+from ridgeline.spec.scheduling import OWN, engine_name
 from ridgeline.spec.workload import TRAINING_TASKS, Serve, Workload
 from ridgeline.techniques.registry import check_apart, registry, techniques_of
 from ridgeline.techniques.technique import Technique
@@ -61,12 +63,9 @@ class Question:
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
             raise UserError(f"unknown goal {self.goal!r}", f"goals: {', '.join(GOALS)}")
-        asked = "goal memory" if self.goal == "memory" else "a limit on peak_bytes" if "peak_bytes" in self.slo else ""
-        if asked and isinstance(self.workload, Serve) and self.workload.kv_cache_bytes is None:
-            raise UserError(
-                f"{asked} tells no plans for serving apart: the cache takes what the weights leave",
-                "give --goal cost for the fewest devices, or --slo kv_cache_tokens=N for room in the cache",
-            )
+        if isinstance(self.workload, Serve):
+            check_decodes(self.model)
+            self._check_memory(self.workload)
         for name in (*self.allow, *self.only, *self.forbid):
             if name not in registry():
                 raise unknown("technique", name, registry(), "allow/only/forbid")
@@ -89,6 +88,18 @@ class Question:
         if isinstance(w, Serve) and w.open_load and asks_for_throughput and not waits:
             burst = w.model_copy(update={"concurrency": w.requests or REQUESTS})
             object.__setattr__(self, "workload", burst)
+
+    def _check_memory(self, w: Serve) -> None:
+        """Refuse to tell plans apart by memory where the engine fills it. Ridgeline's own alone can be
+        given the size of its cache."""
+        asked = "goal memory" if self.goal == "memory" else "a limit on peak_bytes" if "peak_bytes" in self.slo else ""
+        name = engine_name(w.engine, self.cluster.device.name)
+        if asked and not (name == OWN and w.kv_cache_bytes is not None):
+            whose = f"of {name} takes its share of" if name == OWN else f"of {name} takes" if name else "takes"
+            raise UserError(
+                f"{asked} tells no plans for serving apart: the cache {whose} what the weights leave",
+                "give --goal cost for the fewest devices, or --slo kv_cache_tokens=N for room in the cache",
+            )
 
     @property
     def training(self) -> bool:

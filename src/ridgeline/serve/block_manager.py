@@ -61,6 +61,18 @@ class Blocks:
 
     # ---- prefixes ------------------------------------------------------------------------------------------------
 
+    def find(self, seq: Sequence) -> int:
+        """Tokens that :meth:`match` would find for a sequence without blocks, nothing of which is taken."""
+        if not self.share:
+            return 0
+        most = (len(seq.tokens) - 1) // self.size
+        self._hash(seq, most)
+        found = next((i for i, key in enumerate(seq.keys[:most]) if key not in self.by_key), most)
+        if self.store is not None:
+            held = sum(not self.refs[self.by_key[key]] for key in seq.keys[:found])
+            found += min(self.store.known(seq.keys[found:most]), self.free - held)
+        return found * self.size
+
     def match(self, seq: Sequence) -> int:
         """Reuse the cached blocks that match the beginning of a sequence without blocks → tokens found. At least one
         token is left to compute, since its logits are needed."""

@@ -83,6 +83,8 @@ def _wrong_body(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
         path = [*_path(e["loc"], body, False), e["ctx"]["name"]]
         near = difflib.get_close_matches(path[-1][:200], _FIELDS - set(body), n=1) if len(path) == 1 else []
         hint = f"; did you mean {near[0]}?" if near else ""
+        if path[-1] in _GUIDED:
+            hint = f": give structured_outputs.{str(path[-1]).removeprefix('guided_')}"
         return WrongBody(f"unknown field {_written(path)!r}{hint}", _written(path))
     alike = [other for other in errors if other["loc"][:1] == e["loc"][:1]]
     paths = [_path(other["loc"], body, other["type"] == "missing") for other in alike]
@@ -133,5 +135,7 @@ _OBJECTS = ("model_type", "model_attributes_type", "dict_type")
 """Errors that name a class, or Python's word for an object."""
 
 
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""vLLM's names until 0.12 of what is in ``structured_outputs`` since."""
 _BODIES = (Completion, ChatCompletion, EmbeddingRequest, Classification)
 _FIELDS = {name for model in _BODIES for name in model.model_fields}

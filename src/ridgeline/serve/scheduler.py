@@ -120,8 +120,11 @@ class Scheduler:
         as it could otherwise have to wait until they end."""
         if self.limits.chunked or not self.waiting or not unfinished:
             return False
-        first = self.waiting[0]
-        return first.total - first.n_computed > self._left([s.total - s.n_computed for s in unfinished])
+        if self.order is not None:
+            self.order(self.waiting)
+        seq = self._next()
+        missing = seq.total - (self.blocks.find(seq) if self._matches(seq) else 0)
+        return missing > self._left([s.total - s.n_computed for s in unfinished])
 
     def _left(self, counts: Collection[int]) -> int:
         """Number of tokens that one more sequence may add to a step with ``counts``."""
@@ -214,7 +217,7 @@ class Scheduler:
             busy = sum(s.width for s in self.running if s.total > s.n_computed)
             if busy and busy + seq.width > self.limits.max_num_seqs:
                 return
-            found = 0 if self.whole or _reads(seq) else self.blocks.match(seq)
+            found = self.blocks.match(seq) if self._matches(seq) else 0
             n = self._share(seq, budget, not batch.tokens)
             copies = self._grow(seq, n) if n and (self.whole or self._fits(seq)) else None
             if copies is None:
@@ -248,6 +251,11 @@ class Scheduler:
             self.waiting.appendleft(seq)
         return seq
 
+    def _matches(self, seq: Sequence) -> bool:
+        """Whether a prompt may begin with blocks of the cache: not where each of its tokens has an output."""
+        request = seq.group.request
+        return not (self.whole or request.embed or request.sampling.prompt_logprobs is not None)
+
     def _fits(self, seq: Sequence) -> bool:
         """Whether the pool has room for all known tokens of a sequence, so that its prompt is not started in vain."""
         return self.blocks.needed(seq.total) - len(seq.blocks) <= self.blocks.free or not self.running
@@ -258,9 +266,3 @@ def share(scheduler: Scheduler, policy: str) -> None:
     if policy == "fair" and scheduler.order is not None:
         raise UserError("the plan orders the queue by batches' cost, not by clients", "leave length_dp out")
     scheduler.fair = FairShares() if policy == "fair" else None
-
-
-def _reads(seq: Sequence) -> bool:
-    """Whether every token of the prompt has an output, so that none may come from the cache."""
-    request = seq.group.request
-    return request.embed or request.sampling.prompt_logprobs is not None

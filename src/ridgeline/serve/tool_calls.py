@@ -204,7 +204,7 @@ class Calls:
             return True
         if not last and (not held or (form.bare and len(held) < LONGEST_NAME)):
             return False
-        return self._give_up(found, self._held if held else "")
+        return self._give_up(found, self._held if held or not self._count else "")
 
     def _call(self, call: _Object, found: list[Piece], last: bool) -> bool:
         self._held = call.push(self._held)

@@ -253,6 +253,11 @@ class Technique(BaseModel):
         """The model that results from ``spec``, if it makes it smaller."""
         return spec
 
+    def groups_experts(self, e: Experiment) -> bool:
+        """Whether our engine can compute all experts of a layer at once as the technique stores them: alike, and in
+        codes that its kernels read (:mod:`ridgeline.nn.model.grouped_experts`)."""
+        return True
+
     def check(self, e: Experiment) -> None:
         """Raise :class:`Incompatible`, with the reason and the fix, if it cannot work in this experiment."""
 

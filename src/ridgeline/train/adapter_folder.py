@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ridgeline.nn.adapters.adapter import Adapter, holds_codes, merge, put
+from ridgeline.nn.adapters.adapter import Adapter, has_only_codes, merge, put
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.nn.checkpoint.peft import OWN, load_lora, load_own, read, save_lora, save_own, state_of
 from ridgeline.nn.model.transformer import Transformer
@@ -118,7 +118,7 @@ def adapters(model: Transformer, loaded: Loaded) -> dict[str, Adapter]:
     wide = next(p.dtype for p in model.parameters() if p.is_floating_point())
     for name in dict.fromkeys(n.rpartition(".")[0] for n in loaded.state):
         base = model.get_submodule(name)
-        coded = holds_codes(base)
+        coded = has_only_codes(base)
         if coded and loaded.technique.reads_weight:
             raise UserError(
                 f"{call_text(loaded.call)} changes the weight of {name}, of which the model has codes",

@@ -90,17 +90,17 @@ class Adapter(nn.Module):
             self.merged = False
 
 
-def holds_codes(base: nn.Module) -> bool:
+def has_only_codes(base: nn.Module) -> bool:
     """Whether a linear layer has codes in place of a weight, which no adapter can read."""
     return not isinstance(base, QuantizedLinear) and not isinstance(getattr(base, "weight", None), Tensor)
 
 
 def beside(base: Any) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of what is added to a linear layer: those of its weight; fp32 where it :func:`holds_codes`."""
+    """Device and dtype of what is added to a linear layer: those of its weight; fp32 where there are only codes."""
     device = next(iter([*base.parameters(), *base.buffers()])).device
     if isinstance(base, QuantizedLinear):
         return device, base.dtype
-    return device, torch.float32 if holds_codes(base) else base.weight.dtype
+    return device, torch.float32 if has_only_codes(base) else base.weight.dtype
 
 
 def dense(base: nn.Module) -> Tensor:

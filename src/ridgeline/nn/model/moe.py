@@ -26,8 +26,8 @@ class GroupableExperts(nn.Module):
         return False
 
     def most_rows(self) -> float:
-        """The most rows for which :meth:`groupable` may be true; infinite if that does not depend on their number."""
-        return math.inf
+        """The most rows of 16 bits for which :meth:`groupable` may be true; infinite if that is so of any number."""
+        return 0.0
 
     def together(self, rows: Tensor, expert: Tensor) -> Tensor:
         """All experts at once, without a wait for their numbers of rows: ``rows`` [n, h] sorted by ``expert`` [n]
@@ -97,19 +97,25 @@ class Experts(GroupableExperts):
         return product(inner, self.down_proj, self.down_bias, self.bias_share)
 
     def groupable(self, rows: Tensor) -> bool:
-        """See :class:`GroupableExperts`: PyTorch's grouped product takes 16-bit rows of a multiple of 16 bytes, from
-        compute capability 8.0 on."""
-        plain = self.linear is F.linear and type(local(self.up_proj)) in (Tensor, nn.Parameter)
-        low = compute_dtype(rows) in (torch.bfloat16, torch.float16)
+        """See :class:`GroupableExperts`: 16-bit rows on a GPU."""
+        return rows.is_cuda and compute_dtype(rows) in (torch.bfloat16, torch.float16) and self.most_rows() > 0
+
+    def most_rows(self) -> float:
+        """See :class:`GroupableExperts`: PyTorch's grouped product takes rows of a multiple of 16 bytes, from compute
+        capability 8.0 on."""
+        weight = local(self.up_proj)
+        plain = self.linear is F.linear and type(weight) in (Tensor, nn.Parameter)
         fits = all(n % 8 == 0 for n in self.up_proj.shape[1:])
-        return rows.is_cuda and plain and low and fits and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+        old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 0)
+        return math.inf if plain and fits and not old else 0.0
 
 
 def most_tokens_at_once(model: nn.Module) -> float:
-    """Tokens of a step up to which the experts of all layers may be computed at once."""
-    found = [m.experts.most_rows() / m.k for m in model.modules()
-             if isinstance(m, MoE) and isinstance(m.experts, GroupableExperts)]  # fmt: skip
-    return min(found, default=math.inf)
+    """Tokens of a step up to which the experts of all layers may be computed at once; 0: not in this dtype."""
+    layers = [m for m in model.modules() if isinstance(m, MoE) and isinstance(m.experts, GroupableExperts)]
+    if any(m.router.weight.dtype not in (torch.bfloat16, torch.float16) for m in layers):
+        return 0
+    return min((m.experts.most_rows() / m.k for m in layers), default=math.inf)
 
 
 def _plus(y: Tensor, biases: Tensor | None, expert: int, share: float = 1.0) -> Tensor:

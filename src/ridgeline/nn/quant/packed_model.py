@@ -254,6 +254,6 @@ def _fits(packed: Packed | Ternary, shape: tuple[int, ...], name: str) -> None:
                         "check that config.json belongs to these files")  # fmt: skip
 
 
-def holds_codes(model: nn.Module) -> dict[str, PackedLinear]:
+def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     """The layers of a model that compute from quantized weights, by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}

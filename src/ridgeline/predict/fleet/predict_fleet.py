@@ -182,9 +182,6 @@ def fleet_metrics(
     mean = {p.pool.name: sum(h for m, h in hours.items() if m.model is p) / span for p in models}
     devices = max(1, round(sum(mean[p.pool.name] * p.devices for p in models)))
     metrics = serving_metrics(o.requests, latencies, w, devices, source)
-    if o.sent.count:
-        for name in [n for n in metrics if n.startswith("itl")]:  # gaps do not hold the way from prompt to tokens
-            del metrics[name]
     metrics["busy_share"] = metric(o.requests.busy_s / 3600 / sum(hours.values()), "", "", "mean of the replicas")
     for p in models:
         own = [m for m in o.members if m.model is p]

@@ -32,6 +32,10 @@ class FleetRequest(SimulatedRequest):
 class ReplicaPool(BlockPool):
     """Blocks of a replica, in which sequences may arrive with the cache of their prompt."""
 
+    def find(self, job: SimulatedRequest) -> int:
+        """As in :class:`BlockPool`, or what came from another replica."""
+        return max(super().find(job), job.kept if isinstance(job, FleetRequest) else 0)
+
     def match(self, job: SimulatedRequest) -> None:
         """As in :class:`BlockPool`; what came from another replica need not be computed."""
         super().match(job)
@@ -53,7 +57,6 @@ class _Run:
     each: float
     slope: float
     prompts: list[tuple[int, int]]
-    decoding: int
     fresh: int
     then: Then
     cuttable: bool
@@ -116,7 +119,7 @@ class Replica(Simulation):
         run, self.under_way = self.under_way, None
         assert run is not None
         later, self.fresh = self.fresh, run.fresh
-        self._spend(run.k, run.each, run.slope, run.prompts, run.decoding)
+        self._spend(run.k, run.each, run.slope, run.prompts)
         self.fresh = later
         run.then(run.k)
 
@@ -150,7 +153,7 @@ class Replica(Simulation):
     ) -> None:
         k, each, slope = self._length(prompts, decoding, cached, most, pads)
         cuttable = not prompts and self.limits.continuous and not self.waiting
-        self.under_way = _Run(k, each, slope, prompts, decoding, self.fresh, then, cuttable)
+        self.under_way = _Run(k, each, slope, prompts, self.fresh, then, cuttable)
         self.fresh = 0
 
     def _admit(self, plan: dict[SimulatedRequest, int], budget: int, alone: bool = True) -> None:

@@ -130,7 +130,7 @@ class FleetSimulation:
         token.foreign += token.role == "prefill"
         token.promised += job.most
         most = job.most if prompt is token else min(job.tokens + 1, job.most)
-        self._accept(prompt, FleetRequest(job.index, job.prompt, job.tokens, most))
+        self._accept(prompt, FleetRequest(job.index, job.prompt, job.tokens, most, last=job.last))
 
     def _accept(self, m: Member, job: FleetRequest) -> None:
         m.replica.accept(job)
@@ -187,7 +187,8 @@ class FleetSimulation:
         assert prompt is not None
         prompt.replica.pool.release(job)
         self._leave(prompt, "decode", prompt is not place.token)
-        self._accept(place.token, FleetRequest(job.index, job.prompt, job.tokens, place.most, kept=job.tokens - 1))
+        brought = FleetRequest(job.index, job.prompt, job.tokens, place.most, last=job.last, kept=job.tokens - 1)
+        self._accept(place.token, brought)
         self.wake(prompt)
 
     def vacate(self, place: Place) -> None:
@@ -251,7 +252,7 @@ class FleetSimulation:
             job = place.carried or here[i]
             self.vacate(self.places.pop(i))
             self.result.recomputed += 1
-            self.route(FleetRequest(i, job.prompt, job.tokens, place.most))
+            self.route(FleetRequest(i, job.prompt, job.tokens, place.most, last=job.last))
 
     def _elsewhere(self, index: int, place: Place) -> None:
         """Another replica generates the tokens of a request whose own is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ class SimulatedRequest:
     """Admission number while it is running; otherwise -1."""
     offset: int = 0
     """While it decodes with the others: ``computed`` minus the counter of decode iterations."""
+    last: float = math.nan
+    """When it got its last token; nan: it has none yet. While it decodes with the others, when they took it in."""
 
     @property
     def decodes(self) -> bool:
@@ -59,6 +62,12 @@ class BlockPool:
     def _in_prefix(self, job: SimulatedRequest) -> int:
         """Number of blocks of the shared prefix that a prompt has, which ends with a token of its own at least."""
         return min(self.prefix, job.prompt - 1) // self.size
+
+    def find(self, job: SimulatedRequest) -> int:
+        """Tokens that :meth:`match` would find, of which nothing is taken."""
+        chain = self._in_prefix(job) if self.share else 0
+        found = next((i for i in range(chain) if i not in self.users), chain)
+        return self.size * (found + (self.cached.get(job, 0) if found == chain else 0))
 
     def match(self, job: SimulatedRequest) -> None:
         """Reuse what is left of the shared prefix, and behind it of a sequence's own cached blocks."""

@@ -174,17 +174,21 @@ def parts_of(e: Experiment, techniques: list[Technique], cluster: Cluster, engin
 
 
 def _most_at_once(parts: Parts) -> float:
-    """Tokens up to which our engine's host need not know how many rows each expert has: all, but of experts in codes,
-    more rows of which are multiplied one expert after the other."""
-    ops = [o for b in parts.graph(1, 1, 1).blocks for o in b.forward]
-    coded = [o for o in ops if o.kind == "gemm" and o.weight_dtype and ".experts." in o.name]
-    if not coded:
+    """Tokens up to which our engine's host need not know how many rows each expert has, as experts are computed all at
+    once (:func:`ridgeline.nn.model.moe.most_tokens_at_once`): in 16 bits; of experts in codes up to as many rows as
+    these are multiplied for."""
+    e, device = parts.e, parts.cluster.device
+    m = e.model
+    if not m.num_experts:
         return math.inf
-    kinds = {o.weight_dtype for o in coded}
-    if not all(kind in ("mxfp4", "fp8") or kind.startswith("int") for kind in kinds):
+    if DTYPE_BYTES[e.dtype] != 2 or not all(t.groups_experts(e) for t in parts.techniques):
         return 0
-    casts = "fp8" in kinds and "fp8" in parts.cluster.device.peak_flops
-    m = parts.e.model
+    ops = [o for b in parts.graph(1, 1, 1).blocks for o in b.forward if o.kind == "gemm" and ".experts." in o.name]
+    kinds = {o.weight_dtype for o in ops if o.weight_dtype}
+    if not kinds:  # PyTorch's grouped product
+        fits = m.hidden_size % 8 == m.intermediate_size % 8 == 0
+        return math.inf if fits and device.architecture.lower() not in ("volta", "turing") else 0
+    casts = "fp8" in kinds and "fp8" in device.peak_flops
     return (FLOAT8_ROWS if casts else MANY_ROWS) * m.num_experts // m.experts_per_token
 
 

@@ -14,7 +14,7 @@ considered separately.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
 
@@ -53,17 +53,21 @@ class Simulation:
         self.arrivals = Arrivals(requests, concurrency, request_s, lambda r: r.prompt + r.output <= longest)
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: dict[SimulatedRequest, None] = {}
-        self.admission_s, self.fresh, self.now, self.admitted = admission_s, 0, 0.0, 0
+        self.admission_s, self.fresh, self.admitted = admission_s, 0, 0
+        self.now = self.began = self.decoded = 0.0
+        """The end and the beginning of the last run of iterations, and when the last one with decoding ended."""
         unset = [math.nan] * len(requests)
         self.out = SimulationOutcome(self.arrivals.sent, unset, [*unset], [r.output for r in requests])
-        self.waits: list[tuple[int, float]] = []
-        """Of sequences that decode, for prompts in iterations without them: how many have waited for how long."""
         self.steps: list[list[int]] | None = [] if record else None
+        self.own = False
+        """Whether the step under way was to be one without the running sequences."""
         # State of the decoding sequences: see _gather.
         self.counted, self.step, self.cached = False, 0, 0
         self.ends: list[tuple[int, int, SimulatedRequest]] = []
         self.late: list[SimulatedRequest] = []
         self.places: list[int] = []
+        self.lasts: Counter[float] = Counter()
+        """How many of them got their last token when."""
 
     def _batch_costs(self, longest: int) -> CostTable:
         """Seconds of padded batches, as the engine measures them at its start."""
@@ -98,6 +102,7 @@ class Simulation:
         separately."""
         self.counted, self.cached = True, 0
         self.ends, self.late, self.places = [], [], [0] * self.pool.size
+        self.lasts.clear()
         for job in self.running:
             self._sort_in(job)
 
@@ -107,6 +112,7 @@ class Simulation:
             heappush(self.ends, (job.most - 1 - job.offset, job.order, job))
             self.places[job.offset % self.pool.size] += 1
             self.cached += job.computed
+            self.lasts[job.last] += 1
         else:
             self.late.append(job)
 
@@ -117,8 +123,10 @@ class Simulation:
         self.counted = False
 
     def _known(self, job: SimulatedRequest) -> None:
-        job.computed = self.step + job.offset
-        job.tokens = job.computed + 1
+        computed = self.step + job.offset
+        if computed > job.computed:
+            job.last = self.decoded
+        job.computed, job.tokens = computed, computed + 1
         job.blocks = max(job.blocks, self.pool.needed(job.computed))
         self.pool.commit(job)
 
@@ -134,11 +142,10 @@ class Simulation:
         if budget < 0 or need > self.pool.free:
             return None
         ahead = need
-        if self._needs_own_step(going, self.late):
-            rows = {}
+        if own := self._needs_own_step(going, self.late):
             self._admit(rows, lim.max_num_batched_tokens)
             if rows:
-                self._pass(rows, 0, 0)
+                self._pass(rows, 0, 0, True)
                 return True
         alone = not going or not self.mixes
         for job in sorted(self.late, key=lambda j: j.tokens - j.computed > 1) if self.mixes else self.late:
@@ -161,14 +168,15 @@ class Simulation:
                 self.pool.take(need)
         if not rows and not going:
             return False
-        self._pass(rows, going, need)
+        self._pass(rows, going, need, bool(rows) or self._own_step_follows(own, going, self.late))
         return True
 
-    def _pass(self, rows: dict[SimulatedRequest, int], going: int, need: int) -> None:
-        """Advance time with ``rows`` and the ``going`` decoding sequences; ``need`` blocks are already theirs."""
+    def _pass(self, rows: dict[SimulatedRequest, int], going: int, need: int, once: bool) -> None:
+        """Advance time with ``rows`` and the ``going`` decoding sequences; ``need`` blocks are already theirs.
+        ``once``: by one iteration alone."""
         ones = [job for job, n in rows.items() if n == 1]
         cached = (self.cached if going else 0) + sum(job.computed for job in ones) + going + len(ones)
-        most = 1 if rows else self.ends[0][0] - self.step
+        most = 1 if once else self.ends[0][0] - self.step
         if most > 1 and self._blocks(most) - need > self.pool.free:
             most = 1
         prompts = [(n, job.computed) for job, n in rows.items() if n > 1]
@@ -177,6 +185,9 @@ class Simulation:
     def _passed(self, rows: dict[SimulatedRequest, int], going: int, need: int, k: int) -> None:
         """``k`` iterations of :meth:`_pass` are over."""
         if going:
+            for last, count in self.lasts.items():
+                self._gap(last, k, count)
+            self.decoded = self.now
             self.pool.take(self._blocks(k) - need)
             self.step += k
             self.cached += k * going
@@ -186,6 +197,7 @@ class Simulation:
                 self.places[job.offset % self.pool.size] -= 1
                 self.cached -= job.computed
                 self._leave(job)
+            self.lasts = Counter({self.now: len(self.ends)})
         self.late = [job for job in self.late if job not in rows]
         for job, n in self._committing(rows):
             if not self._computed(job, n):
@@ -212,7 +224,8 @@ class Simulation:
         steady = self.out.preemptions == preempted
         if plan:
             # Behind a request that joins, the next may go in a step of its own.
-            self._step(plan, steady and self.admitted == admitted)
+            joined = self.admitted > admitted
+            self._step(plan, steady and not joined and not self._own_step_follows(self.own, 0, self.running))
         return bool(plan) or not steady
 
     def _schedule(self) -> dict[SimulatedRequest, int]:
@@ -221,7 +234,8 @@ class Simulation:
         budget = self._left(plan.values())
         joins = lim.continuous or not self.running
         preempted = self.out.preemptions
-        if self._needs_own_step(0, self.running):
+        self.own = self._needs_own_step(0, self.running)
+        if self.own:
             self._admit(plan, budget)
             if plan:
                 return plan
@@ -254,8 +268,15 @@ class Simulation:
         if self.limits.chunked or not self.mixes or not self.limits.continuous or not self.waiting or not self.running:
             return False
         counts = [1] * decoding + [job.tokens - job.computed for job in others]
+        if self.order is not None:
+            self.order(self.waiting)
         first = self.waiting[0]
-        return first.tokens - first.computed > self._left(counts)
+        return first.tokens - self.pool.find(first) > self._left(counts)
+
+    def _own_step_follows(self, own: bool, decoding: int, others: Collection[SimulatedRequest]) -> bool:
+        """Whether a prompt that seemed to fit into this step (``own``: it did not) goes in the next one without the
+        running sequences, which have taken blocks of the cache that it would have begun with."""
+        return not own and self._needs_own_step(decoding, others)
 
     def _left(self, counts: Collection[int]) -> int:
         most = self.limits.max_num_batched_tokens
@@ -322,7 +343,7 @@ class Simulation:
         k, each, slope = self._length(prompts, decoding, cached, most, pads)
         if not prompts and self.limits.continuous and not self.waiting:
             k = until(self.arrivals.next - self.now, each, slope, k)
-        then(self._spend(k, each, slope, prompts, decoding))
+        then(self._spend(k, each, slope, prompts))
 
     def _length(
         self, prompts: list[tuple[int, int]], decoding: int, cached: int, most: int, pads: int
@@ -332,7 +353,7 @@ class Simulation:
             return 1, self.costs.mixed(prompts, decoding, cached, pads), 0.0
         return decode_iterations(self.costs, decoding, cached, most)
 
-    def _spend(self, k: int, each: float, slope: float, prompts: list[tuple[int, int]], decoding: int) -> int:
+    def _spend(self, k: int, each: float, slope: float, prompts: list[tuple[int, int]]) -> int:
         """Advance time by ``k`` iterations."""
         if prompts:
             self.out.prompt_iterations += 1
@@ -340,22 +361,21 @@ class Simulation:
         seconds = k * each + slope * (k * (k - 1) / 2)
         seconds += self.fresh * self.admission_s
         self.fresh = 0
+        self.began = self.now
         self.now += seconds
         self.out.busy_s += seconds
         self.out.iterations += k
-        if decoding:
-            for count, waited in self.waits:
-                self.out.gaps.append((seconds / k + waited, count))
-            late = sum(count for count, _ in self.waits)
-            if k * decoding > late:
-                self.out.gaps.append((seconds / k, k * decoding - late))
-            self.waits = []
-        else:
-            going = len(self.ends) if self.counted else sum(job.decodes for job in self.running)
-            if (fresh := going - sum(count for count, _ in self.waits)) > 0:
-                self.waits.append((fresh, 0.0))
-            self.waits = [(count, waited + seconds) for count, waited in self.waits]
         return k
+
+    def _gap(self, last: float, tokens: int, count: int) -> None:
+        """``count`` sequences got ``tokens`` tokens each in the last run of iterations, and the one before at ``last``,
+        behind which they may have waited."""
+        each, gaps = (self.now - self.began) / tokens, self.out.gaps
+        for seconds, n in ((self.began - last + each, count), (each, count * (tokens - 1))):
+            if gaps and gaps[-1][0] == seconds:
+                gaps[-1] = seconds, gaps[-1][1] + n
+            elif n:
+                gaps.append((seconds, n))
 
     def _step(self, plan: dict[SimulatedRequest, int], steady: bool) -> None:
         """Compute ``plan`` and, if no request arrives or finishes (``steady``), the following iterations."""
@@ -386,10 +406,15 @@ class Simulation:
     def _computed(self, job: SimulatedRequest, n: int) -> bool:
         """Record that keys and values of ``n`` more tokens of a sequence are computed; the last known token yields the
         next one. Returns whether the sequence ends."""
+        new = 0
         if job.tokens == job.computed + 1:  # each of them generated the next
-            job.tokens += n
+            new = n
         elif job.tokens == job.computed + n:
-            job.tokens += 1
+            new = 1
+        if new and job.tokens > job.prompt:
+            self._gap(job.last, new, 1)
+        if new:
+            job.tokens, job.last = job.tokens + new, self.now
         job.computed += n
         self.pool.commit(job)
         if job.tokens > job.prompt and math.isnan(self.out.first[job.index]):

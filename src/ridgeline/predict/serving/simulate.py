@@ -20,6 +20,7 @@ from ridgeline.spec.decode_kernel import OTHER_PARTS, refusal
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Metric, Result, Row, Traffic
 from ridgeline.spec.scheduling import OWN, Scheduling, context
 from ridgeline.spec.workload import Serve
@@ -38,8 +39,7 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     """
     w = e.workload
     assert isinstance(w, Serve)
-    if not e.model.causal:
-        raise Incompatible(f"{e.model.name} is an encoder: its serving can be run, not predicted", "use a decoder")
+    check_decodes(e.model)
     arrivals = _share(requests(w), e.data_parallel, w)
     lengths = [r.prompt + r.output for r in arrivals]
     surface = surface_of(e, techniques, arrivals)
@@ -82,6 +82,12 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     mean = max(1, round(metrics["batch_mean"].value))
     result.breakdown = iteration_rows(surface, "decode", mean, 1, max(1, w.prompt_len + w.output_len // 2))
     return result
+
+
+def check_decodes(m: ModelSpec) -> None:
+    """Raise :class:`Incompatible` for a model whose serving is not predicted."""
+    if not m.causal:
+        raise Incompatible(f"{m.name} is an encoder: its serving can be run, not predicted", "use a decoder")
 
 
 def waiting_share(surface: Iterations, prompt: float, ttft: float) -> float:

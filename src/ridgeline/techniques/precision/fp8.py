@@ -111,6 +111,10 @@ class FP8(Technique):
                    " tensor does not know its scale", fix)  # fmt: skip
             refuse(self, e, "optimizer", "states=true cannot be used with {other}, which keeps them in fp32", fix)
 
+    def groups_experts(self, e: Experiment) -> bool:
+        """The kernel takes 16 inputs at a time."""
+        return e.model.hidden_size % 16 == e.model.intermediate_size % 16 == 0
+
     def apply(self, run: Build) -> None:
         """Swap the linear layers."""
         from ridgeline.nn.quant.quantized import replace_linears

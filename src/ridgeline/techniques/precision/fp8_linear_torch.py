@@ -210,7 +210,7 @@ class StoredFp8Linear(Joined):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         codes, scale = quantize(linear.weight.detach(), E4M3)
         self.codes = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
-        self.register_buffer("inverse", scale.reciprocal().repeat(self.out_features, 1), persistent=False)
+        self.register_buffer("inverse", scale.reciprocal().repeat(self.out_features, 1))
         self.register_buffer("arrived", counters(self.out_features, codes.device), persistent=False)
         self.bias = linear.bias
 

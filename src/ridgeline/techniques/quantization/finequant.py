@@ -53,6 +53,10 @@ class FineQuant(WeightOnly):
         else:
             super().check(e)
 
+    def groups_experts(self, e: Experiment) -> bool:
+        """Every expert has group sizes of its own."""
+        return False
+
     def compress(self, run: CompressBuild) -> None:
         """Choose, then round."""
         run.at_site.append(lambda site: self._round(run, site))

@@ -58,6 +58,10 @@ class FPTQ(WeightOnly):
         """None: a search sees it as gptq with quantized inputs, which cost quality."""
         return []
 
+    def groups_experts(self, e: Experiment) -> bool:
+        """Inputs are quantized expert by expert."""
+        return False
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Shrink the weights; products run in int8 where the device supports it."""
         return in_int8(super().rewrite(g, e), e)

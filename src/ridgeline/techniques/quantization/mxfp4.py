@@ -60,9 +60,9 @@ class MXFP4(Technique):
     def apply(self, run: Build) -> None:
         """A checkpoint's blocks are read as they are; dense weights are rounded to nearest."""
         from ridgeline.nn.quant import mxfp4
-        from ridgeline.nn.quant.packed_model import holds_codes, pack_layers
+        from ridgeline.nn.quant.packed_model import pack_layers, packed_layers
 
-        if holds_codes(run.model):
+        if packed_layers(run.model):
             return
         experts = self.layers == "experts"
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.quantization.weight_only import QUANTIZE, narrow
+from ridgeline.techniques.quantization.weight_only import QUANTIZE, groups_codes, narrow
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -77,6 +77,10 @@ class QMoE(Technique):
     def check(self, e: Experiment) -> None:
         """The model must have experts."""
         self.needs(e.model.num_experts > 0, f"{e.model.name} has no experts", "use gptq for a dense model")
+
+    def groups_experts(self, e: Experiment) -> bool:
+        """Words of the dictionary are read expert by expert."""
+        return self.grid == "2bit" and groups_codes(e, 2, 0)
 
     def bytes_per_weight(self, width: int) -> float:
         """Expected bytes per weight in a row of ``width``; below one bit for ternary rows from 274 inputs on."""

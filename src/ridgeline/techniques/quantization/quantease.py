@@ -60,6 +60,10 @@ class QuantEase(WeightOnly):
         """None: gptq has the same storage format."""
         return []
 
+    def groups_experts(self, e: Experiment) -> bool:
+        """Outliers are added expert by expert."""
+        return not self.outliers and super().groups_experts(e)
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Shrink the weights; outliers are added at run time, by value, row and column."""
 

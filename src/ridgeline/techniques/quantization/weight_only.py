@@ -13,7 +13,7 @@ from ridgeline.graph.graph import Block, Graph, Op, Param, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.lowbit import bits_per_weight, checkpoint_bytes, held_bytes
+from ridgeline.spec.lowbit import bits_per_weight, checkpoint_bytes, held_bytes, striped
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Generate, Serve
@@ -67,6 +67,10 @@ class WeightOnly(Technique):
                 self.needs(width % self.group_size == 0,
                            f"group_size {self.group_size} does not divide {name}'s input width {width}",
                            f"use a divisor of {width}, or 0 for whole rows")  # fmt: skip
+
+    def groups_experts(self, e: Experiment) -> bool:
+        """Groups must have whole words of the kernels."""
+        return groups_codes(e, self.bits_of(EXPERTS), self.group_size)
 
     def check_head(self, e: Experiment) -> None:
         """A head is quantized where the model generates, and only one for the next token."""
@@ -212,7 +216,7 @@ def packed(run: Build, t: WeightOnly, codes_dense: bool = False, mse: bool = Fal
     """
     import torch
 
-    from ridgeline.nn.quant.packed_model import holds_codes, pack_head, pack_layers
+    from ridgeline.nn.quant.packed_model import pack_head, pack_layers, packed_layers
     from ridgeline.runtime.solve.grid import Affine
 
     def code(name: str, expert: int | None) -> tuple[Packed, None]:
@@ -223,7 +227,7 @@ def packed(run: Build, t: WeightOnly, codes_dense: bool = False, mse: bool = Fal
 
     w = run.experiment.workload
     assert isinstance(w, (Generate, Serve))
-    layers = holds_codes(run.model)
+    layers = packed_layers(run.model)
     if layers:
         wrong = next((n for n, layer in layers.items() if layer.bits != t.bits_of(n)), None)
         if wrong is not None:
@@ -254,6 +258,12 @@ def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
     weights = out * inner * op.experts
     return changed(op, bytes=rows * (out + inner) * wide + weights * each, weight_bytes=weights * each,
                    weight_dtype=dtype)  # fmt: skip
+
+
+def groups_codes(e: Experiment, bits: int, group_size: int) -> bool:
+    """Whether GPU kernels read all experts' codes of ``bits`` with a scale per group; 0: per row."""
+    spec = left(e)
+    return all(striped(width, bits, group_size or width) for width in (spec.hidden_size, spec.intermediate_size))
 
 
 def in_int8(g: Graph, e: Experiment) -> Graph:
