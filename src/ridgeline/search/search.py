@@ -70,7 +70,7 @@ def _search(question: Question, workers: int, progress: Progress | None, first_f
     spaces = [slots(question, base, known, settled.techniques, settled.names) for base in bases]
     shapes = [(i, mesh, shape) for i, space in enumerate(spaces) for mesh in space.combinations("mesh")
               for shape in space.combinations("shape")]  # fmt: skip
-    workers = 1 if first_feasible else max(1, min(workers, len(shapes) // 8))
+    workers = 1 if first_feasible else max(1, min(workers, len(shapes) // 2))
     found, before = Found(), 0
     for some in _by_offload(question, spaces):
         # What misses another limit than that of memory from the devices misses it by more from elsewhere.
