@@ -1,6 +1,7 @@
 """A whole ablation in processes of its own: interrupted, hit by the out-of-memory killer, resumed, and merged."""
 
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ from tests.training import MODEL, experiment
 from ridgeline import catalog
 from ridgeline.experiments import load_ablation
 from ridgeline.jobs.job import CellOptions, RankContext
-from ridgeline.measure.ablate import cell_file, order, require_local, run_ablation
+from ridgeline.measure.ablate import cell_file, order, require_local, run_ablation, warm_started
 from ridgeline.measure.cells.training_cell import training_cell
 from ridgeline.measure.merge import merge, sameness
 from ridgeline.spec.ablation import Ablation, CellRef
@@ -120,6 +121,21 @@ def check_ablation(spec, done):
         assert o.verdict in ("baseline", "faster", "slower", "no difference")
         assert o.speedup.low <= o.speedup.value <= o.speedup.high
     assert done.outcomes[2].memory_ratio < 1, "half of the states, half of the rows"
+
+
+def test_another_warm_start_is_trained_anew(spec, tmp_path):
+    def started(steps):
+        measure = spec.measure.model_copy(update={"warm_start": steps})
+        plans = warm_started(spec.model_copy(update={"measure": measure}), tmp_path).plans
+        (checkpoint,) = {e.workload.checkpoint for e in plans.values()}
+        return Path(checkpoint) / "model.safetensors", plans["baseline"].id
+
+    one, two = started(1), started(2)
+    assert one[0].read_bytes() != two[0].read_bytes()
+    assert one[1] != two[1], "cells of one must not be taken for those of the other"
+    trained = one[0].stat().st_mtime_ns
+    assert started(1) == one
+    assert one[0].stat().st_mtime_ns == trained
 
 
 def test_the_order_is_abba():

@@ -126,34 +126,20 @@ def _measure_cell(spec: AblationSpec, folder: Path, cell: CellRef, predicted: Re
 
 def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -> AblationSpec:
     """The same plans starting from one common checkpoint, trained now if it is not there yet."""
-    steps = spec.measure.warm_start
-    if not steps:
+    if not spec.measure.warm_start:
         return spec
     first = spec.plans[spec.baseline]
     task = first.workload
     if not isinstance(task, (Training, Compress)) or task.checkpoint:
         raise UserError("warm_start trains a starting checkpoint, but the workload has one or could not start from one",
                         "drop one of the two")  # fmt: skip
-    place = folder / "base" / "model"
+    plain = _warm_start(spec, first, task)
+    base = folder / f"base-{plain.id}"  # a changed warm start is another one, and its cells are others
+    place = base / "model"
     if not (place / "config.json").is_file():
-        shared = Pretrain.model_fields if isinstance(task, Training) else ("seq_len", "data", "tokenizer")
-        fields = {n: v for n, v in task.model_dump().items() if n in shared and n != "kind"}
-        if isinstance(task, Compress):
-            fields["eval_batches"] = 10**6  # a quarter of the text is not trained on: perplexity is measured there
-        fields |= {"steps": steps, "data": spec.measure.warm_start_data or task.data}
-        try:
-            workload = Pretrain(**{**fields, **spec.measure.warm_start_workload})
-        except ValidationError as error:
-            first_error = error.errors()[0]
-            bad = ".".join(str(p) for p in first_error["loc"])
-            raise UserError(f"[measure] warm_start_workload: {bad} is not valid: {first_error['msg']}",
-                            "use the fields of a pretrain workload")  from None  # fmt: skip
-        plain = first.model_copy(
-            update={"workload": workload, "plan": Plan(), "cluster": Cluster(device=first.cluster.device)}
-        )
         progress = (lambda m: watch(CellRef("warm start", 0), m)) if watch else None
         try:
-            run_job(train_job(plain, TrainOptions(out=str(folder / "base"), export=str(place))), progress)
+            run_job(train_job(plain, TrainOptions(out=str(base), export=str(place))), progress)
         except JobFailed as failure:
             raise UserError(f"the warm start failed ({failure.status}): {failure.reason}", failure.log) from None
     plans = {}
@@ -161,6 +147,25 @@ def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -
         started = e.workload.model_copy(update={"checkpoint": str(place)})
         plans[name] = e.model_copy(update={"workload": started})
     return spec.model_copy(update={"plans": plans})
+
+
+def _warm_start(spec: AblationSpec, first: Experiment, task: Training | Compress) -> Experiment:
+    """The plain training that makes the common checkpoint."""
+    shared = Pretrain.model_fields if isinstance(task, Training) else ("seq_len", "data", "tokenizer")
+    fields = {n: v for n, v in task.model_dump().items() if n in shared and n != "kind"}
+    if isinstance(task, Compress):
+        fields["eval_batches"] = 10**6  # a quarter of the text is not trained on: perplexity is measured there
+    fields |= {"steps": spec.measure.warm_start, "data": spec.measure.warm_start_data or task.data}
+    try:
+        workload = Pretrain(**{**fields, **spec.measure.warm_start_workload})
+    except ValidationError as error:
+        first_error = error.errors()[0]
+        bad = ".".join(str(p) for p in first_error["loc"])
+        raise UserError(f"[measure] warm_start_workload: {bad} is not valid: {first_error['msg']}",
+                        "use the fields of a pretrain workload")  from None  # fmt: skip
+    return first.model_copy(
+        update={"workload": workload, "plan": Plan(), "cluster": Cluster(device=first.cluster.device)}
+    )
 
 
 def measure_plan(
