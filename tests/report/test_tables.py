@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from ridgeline.measure.compare import compare
+from ridgeline.report.console import print_pair
 from ridgeline.report.dissection import attributed, breakdown_table, grouped, memory_table
 from ridgeline.report.table import Column, Table, html, markdown
 from ridgeline.report.tables import (
@@ -141,6 +142,23 @@ def test_hidden_communication_does_not_hide_the_unattributed_time():
                               exposed_seconds=0.1)])  # fmt: skip
     assert attributed(r)[-1].seconds == pytest.approx(0.2)
     assert any("overlap" in n for n in breakdown_table(r).notes)
+
+
+def test_rows_of_a_profiled_step_are_held_to_the_profiled_step():
+    """A profiled step takes longer than a bare one: that is no overlap."""
+    rows = [Row(phase="forward", module="m", operator="o", kind="gemm", seconds=1.5)]
+    times = {"step_time_s": Metric(value=1.0), "profiled_step_s": Metric(value=1.5)}
+    r = Result(source="measured", experiment_id="e", experiment={}, metrics=times, breakdown=rows)
+    assert breakdown_table(r).notes == []
+
+
+def test_residuals_are_measured_over_predicted_everywhere(capsys):
+    p, m = (Result(source=s, experiment_id="e", experiment={}, metrics={"step_time_s": Metric(value=v, unit="s")})
+            for s, v in (("predicted", 2.0), ("measured", 3.0)))  # fmt: skip
+    print_pair(p, m)
+    assert "+50.0 %" in capsys.readouterr().out
+    (table,) = comparison_tables(compare(p, m))
+    assert "+50.0 %" in table.rows[0]
 
 
 def test_grouping_averages_the_roof_over_time():

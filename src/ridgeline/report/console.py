@@ -219,7 +219,7 @@ def print_pair(predicted: Result, measured: Result) -> None:
     rows = []
     for name, m in measured.metrics.items():
         p = predicted.metrics.get(name)
-        residual = units.percent(p.value / m.value - 1, signed=True) if p and m.value else "–"
+        residual = units.percent(m.value / p.value - 1, signed=True) if p and p.value else units.NONE
         spread = f" [{units.metric(m.low, m.unit)}, {units.metric(m.high, m.unit)}]" if m.low is not None else ""
         rows.append(
             [name, units.metric(p.value, p.unit) if p else "–", units.metric(m.value, m.unit) + spread, residual]
