@@ -17,6 +17,7 @@ from ridgeline.cli.base import (
     data_override,
     next_command,
     probed,
+    require_writable,
     say,
     store,
 )
@@ -55,6 +56,8 @@ def ablate(
         return
     for e in spec.plans.values():
         require_local(e)
+    require_writable("--out", folder)
+    require_writable("--report", file=report)
     if fresh:
         shutil.rmtree(folder / "cells", ignore_errors=True)
 
@@ -69,8 +72,8 @@ def ablate(
     except KeyboardInterrupt:
         say(f"\ninterrupted; finished cells are kept in {folder}: give the same command again to go on")
         raise
-    ablation_html(outcome, report)
     store_id = store().add_ablation(outcome)
+    ablation_html(outcome, report)
     print(outcome.to_json()) if json else print_ablation(outcome)
     say(f"report: {report}   stored as {store_id}   cells in {folder}")
     faster = [o for o in outcome.outcomes if o.verdict == "faster" and o.speedup is not None]
