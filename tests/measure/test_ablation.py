@@ -130,6 +130,7 @@ def test_another_warm_start_is_trained_anew(spec, tmp_path):
         (checkpoint,) = {e.workload.checkpoint for e in plans.values()}
         return Path(checkpoint) / "model.safetensors", plans["baseline"].id
 
+    assert spec.plans["baseline"].id  # what the command line does first
     one, two = started(1), started(2)
     assert one[0].read_bytes() != two[0].read_bytes()
     assert one[1] != two[1], "cells of one must not be taken for those of the other"
