@@ -107,7 +107,7 @@ def run_ablation(
 
 def _measure_cell(spec: AblationSpec, folder: Path, cell: CellRef, predicted: Result, watch: Watch | None) -> None:
     file = cell_file(folder, spec, cell)
-    if _usable(file):
+    if usable(file):
         if watch:
             watch(cell, {"cached": True})
         return
@@ -238,7 +238,7 @@ def cell_file(folder: Path, spec: AblationSpec, cell: CellRef) -> Path:
     return folder / "cells" / f"{cell.plan}-{e.id}-{cell.repeat}.json"
 
 
-def _usable(file: Path) -> bool:
+def usable(file: Path) -> bool:
     """A finished cell of the same code; failed cells are run again."""
     if not file.is_file():
         return False
