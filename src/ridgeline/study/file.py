@@ -47,8 +47,8 @@ from ridgeline import catalog
 from ridgeline.experiments import plan_of
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.study import Axis
-from ridgeline.study.operators import Operator
 from ridgeline.spec.workload import WORKLOADS
+from ridgeline.study.operators import Operator
 from ridgeline.techniques.cards import classes
 from ridgeline.techniques.registry import techniques_of
 
@@ -156,7 +156,7 @@ def load_study(path: Path) -> StudyFile:
     except ValidationError as e:
         if "model" in table and "tables" not in table:
             raise UserError(f"{path} is an experiment, not a study",
-                            "`ridgeline ablate` compares its plans, `ridgeline bench` measures one") from None  # fmt: skip
+                            "`ridgeline ablate` or `ridgeline bench` takes it") from None  # fmt: skip
         first = e.errors()[0]
         where = ".".join(str(x) for x in first["loc"])
         raise UserError(f"{path}: {where}: {first['msg']}", "see docs/study.md") from None
