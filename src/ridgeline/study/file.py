@@ -170,8 +170,8 @@ def load_study(path: Path) -> StudyFile:
         for place in places(finding.of) + places(finding.over):
             if place.get("table") not in names:
                 raise unknown("table", str(place.get("table")), names, f"{path}, finding {finding.says!r}")
-            table = next(t for t in study.tables if t.name == place["table"])
-            require_one(finding.says, place, [at for at in study.cells(table) if stands_at(at, place)])
+            cells = (at for t in study.tables if t.name == place["table"] for at in study.cells(t))
+            require_one(finding.says, place, [at for at in cells if stands_at(at, place)])
     return study
 
 
