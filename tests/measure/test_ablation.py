@@ -12,13 +12,13 @@ from tests.training import MODEL, experiment
 from ridgeline import catalog
 from ridgeline.experiments import load_ablation
 from ridgeline.jobs.job import CellOptions, RankContext
-from ridgeline.measure.ablate import cell_file, order, require_local, run_ablation, warm_started
+from ridgeline.measure.ablate import cell_file, order, profile_note, require_local, run_ablation, warm_started
 from ridgeline.measure.cells.training_cell import training_cell
 from ridgeline.measure.merge import merge, sameness
-from ridgeline.spec.ablation import Ablation, CellRef
+from ridgeline.spec.ablation import Ablation, CellRef, Outcome
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
-from ridgeline.spec.result import Result
+from ridgeline.spec.result import Metric, Result
 from ridgeline.techniques.matrix import CPU
 
 TOKENS = 4 * 16
@@ -192,6 +192,19 @@ def test_a_plan_whose_every_process_failed_keeps_its_first_failure(corpus):
     good = cell(experiment(corpus))
     failed = [good.model_copy(update={"status": s, "reason": s}) for s in ("oom", "timeout")]
     assert merge(failed).reason == "oom"
+
+
+def test_a_baseline_far_from_its_prediction_puts_the_profile_in_doubt():
+    def note(predicted, measured):
+        sides = {s: Result(source=s, experiment_id="e", experiment={}, metrics={"tokens_per_s": Metric(value=v)})
+                 for s, v in (("predicted", predicted), ("measured", measured))}  # fmt: skip
+        return profile_note(Ablation(id="x", name="", baseline="b", outcomes=[Outcome(name="b", plan=[], **sides)]))
+
+    assert note(100, 190) == note(100, 55) == ""
+    assert "b ran at 0.4 times its predicted speed" in note(100, 40)
+    assert "`ridgeline probe`" in note(100, 300)
+    nothing = Ablation(id="x", name="", baseline="b", outcomes=[Outcome(name="b", plan=[])])
+    assert profile_note(nothing) == ""
 
 
 def test_only_this_machine_can_be_measured(corpus):

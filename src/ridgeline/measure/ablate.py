@@ -34,6 +34,8 @@ from ridgeline.spec.workload import Compress, Pretrain, Serve, Training
 from ridgeline.techniques.registry import require_runnable
 
 Watch = Callable[[CellRef, dict[str, Any]], None]
+FAR = 2.0
+"""Factor between predicted and measured speed beyond which the machine's profile is in doubt."""
 Announce = Callable[[dict[str, Result]], None]
 """Receives the predictions by plan, before anything runs."""
 
@@ -101,8 +103,21 @@ def run_ablation(
         load = f" (load average {busy:.1f} at the start)" if busy is not None else ""
         ablation.notes.append(f"no verdict on {', '.join(noisy)}: other work on this machine disturbed the timings"
                               f"{load}; repeat when it is idle: {command or 'the same command'} --fresh")  # fmt: skip
+    if note := profile_note(ablation):
+        ablation.notes.append(note)
     _write(folder / "ablation.json", ablation.to_json())
     return ablation
+
+
+def profile_note(a: Ablation) -> str:
+    """What to do where the baseline's speed is far from its prediction; empty where it is not, or not known."""
+    (base,) = (o for o in a.outcomes if o.name == a.baseline)
+    speeds = [r.metric("tokens_per_s") if r else None for r in (base.predicted, base.measured)]
+    predicted, measured = speeds
+    if not predicted or not measured or 1 / FAR <= measured / predicted <= FAR:
+        return ""
+    return (f"{a.baseline} ran at {measured / predicted:.2g} times its predicted speed: the machine was busy now, or"
+            " when it was probed; `ridgeline probe` on an idle machine measures its profile again")  # fmt: skip
 
 
 def _measure_cell(spec: AblationSpec, folder: Path, cell: CellRef, predicted: Result, watch: Watch | None) -> None:
