@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from ridgeline.measure.compare import compare
-from ridgeline.report.console import print_pair
+from ridgeline.report.console import print_pair, print_runs
 from ridgeline.report.dissection import attributed, breakdown_table, grouped, memory_table
 from ridgeline.report.table import Column, Table, html, markdown
 from ridgeline.report.tables import (
@@ -27,6 +27,7 @@ from ridgeline.report.units import count, metric, number, percent, seconds, size
 from ridgeline.spec.ablation import Ablation, Outcome
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Metric, Result, Row
+from ridgeline.store import Run
 
 
 def row(table: Table, name: str) -> dict[str, str]:
@@ -104,6 +105,17 @@ def test_cutting_a_table_keeps_every_column_once():
     assert all(p.columns[0].title == "a" * 10 and p.width <= 36 for p in parts)
     assert [p.notes for p in parts] == [[]] * (len(parts) - 1) + [["note"]]
     assert fit(t, None) == [t]
+
+
+def test_runs_on_a_narrow_terminal_are_whole_words(monkeypatch, capsys):
+    monkeypatch.setattr("ridgeline.report.console._out", lambda: Console(width=80, file=sys.stdout))
+    run = Run("450057954d6a", "2026-11-27T10:08:54+00:00", "result", "measured", "a name of a run", "llama2-70b",
+              "zero:stage=3 + mixed_precision + flash_attention", 59.8, None, 2**30, "ok")  # fmt: skip
+    print_runs([run])
+    out = capsys.readouterr().out
+    for text in ("2026-11-27 10:08:54", "measured", "a name of a run", "llama2-70b", "59.8 tokens/s", run.plan):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_verdict_of_what_was_not_measured():

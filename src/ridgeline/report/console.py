@@ -313,7 +313,9 @@ def print_plan_predictions(rows: Sequence[tuple[str, Result]], title: str, note:
 
 
 def print_runs(rows: Sequence[Run]) -> None:
-    """Stored runs, newest first."""
+    """Stored runs, newest first, in as many tables as the terminal's width takes."""
+    from ridgeline.report.tables import fit
+
     cells = [
         [r.id, r.created[:19].replace("T", " "), r.kind, r.source, r.name, r.model, r.plan[:48],
          units.metric(r.tokens_per_s, "tokens/s"), units.size(r.peak_bytes), r.status]
@@ -326,7 +328,8 @@ def print_runs(rows: Sequence[Run]) -> None:
         Column("peak"),
         Column("status", align="left"),
     ]
-    print_tables(Table("stored runs" if cells else "no stored runs yet", columns, cells))
+    table = Table("stored runs" if cells else "no stored runs yet", columns, cells)
+    print_tables(*fit(table, _out().width))
 
 
 def print_cards(cards: Sequence[dict[str, Any]]) -> None:
