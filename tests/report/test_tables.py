@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from ridgeline.measure.compare import compare
-from ridgeline.report.console import print_pair, print_runs
+from ridgeline.report.console import print_loads, print_pair, print_runs
 from ridgeline.report.dissection import attributed, breakdown_table, grouped, memory_table
 from ridgeline.report.table import Column, Table, html, markdown
 from ridgeline.report.tables import (
@@ -115,6 +115,19 @@ def test_runs_on_a_narrow_terminal_are_whole_words(monkeypatch, capsys):
     out = capsys.readouterr().out
     for text in ("2026-11-27 10:08:54", "measured", "a name of a run", "llama2-70b", "59.8 tokens/s", run.plan):
         assert text in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_loads_on_a_narrow_terminal_are_whole_words(monkeypatch, capsys):
+    monkeypatch.setattr("ridgeline.report.console._out", lambda: Console(width=80, file=sys.stdout))
+    names = ("offered_per_s", "requests_per_s", "tokens_per_s", "goodput_per_s", "slo_share", "concurrency_mean",
+             "schedule_lag_s", "requests", "errors", "ttft_s", "ttft_p50_s")  # fmt: skip
+    print_loads([Result(source="measured", experiment_id="e", experiment={}, name="llama3.1-8b at 12.5/s",
+                        metrics={n: Metric(value=2.0, unit="s") for n in names})])  # fmt: skip
+    out = capsys.readouterr().out
+    for text in ("limits", "Goodput/s", "Generated", "Sent late"):
+        assert text in out
+    assert out.count("llama3.1-8b at 12.5/s") >= 3
     assert max(map(len, out.splitlines())) <= 80
 
 

@@ -235,10 +235,10 @@ def print_pair(predicted: Result, measured: Result) -> None:
 
 def print_loads(results: Sequence[Result]) -> None:
     """Results of a server under one load or several: throughput, latencies, and notes."""
-    from ridgeline.report.tables import load_tables
+    from ridgeline.report.tables import fit, load_tables
 
     console = _out()
-    console.print(render.rich(load_tables(results)))
+    console.print(render.rich([part for t in load_tables(results) for part in fit(t, console.width)]))
     for r in results:
         for note in [*r.notes, *(f"{c.name}: failed" for c in r.checks if not c.passed)]:
             console.print(f"note: {r.name}: {note}", markup=False)
