@@ -12,7 +12,7 @@ from tests.training import MODEL, experiment
 from ridgeline import catalog
 from ridgeline.experiments import load_ablation
 from ridgeline.jobs.job import CellOptions, RankContext
-from ridgeline.measure.ablate import cell_file, order, profile_note, require_local, run_ablation, warm_started
+from ridgeline.measure.ablate import cell_file, forget, order, profile_note, require_local, run_ablation, warm_started
 from ridgeline.measure.cells.training_cell import training_cell
 from ridgeline.measure.merge import merge, sameness
 from ridgeline.spec.ablation import Ablation, CellRef, Outcome
@@ -137,6 +137,16 @@ def test_another_warm_start_is_trained_anew(spec, tmp_path):
     trained = one[0].stat().st_mtime_ns
     assert started(1) == one
     assert one[0].stat().st_mtime_ns == trained
+
+
+def test_measuring_afresh_removes_cells_and_nothing_else(spec, tmp_path):
+    ours = [cell_file(tmp_path, spec, c) for c in order(list(spec.plans), spec.measure.repeats)]
+    other = tmp_path / "cells" / "of somebody else.csv"
+    other.parent.mkdir()
+    for file in (*ours[1:], other):
+        file.write_text("x")
+    forget(tmp_path, spec)
+    assert list(other.parent.iterdir()) == [other]
 
 
 def test_the_order_is_abba():

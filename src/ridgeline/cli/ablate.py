@@ -42,8 +42,6 @@ def ablate(
 
     An interrupted ablation resumes when the same command is run again.
     """
-    import shutil
-
     from ridgeline import experiments
     from ridgeline.measure.ablate import ablation_key, require_local, run_ablation
     from ridgeline.report.console import AblationBar, print_ablation, print_plan_predictions
@@ -58,8 +56,6 @@ def ablate(
         require_local(e)
     require_writable("--out", folder)
     require_writable("--report", file=report)
-    if fresh:
-        shutil.rmtree(folder / "cells", ignore_errors=True)
 
     def announce(predicted: dict[str, Result]) -> None:
         if not json:
@@ -68,7 +64,7 @@ def ablate(
 
     try:
         with AblationBar(spec) as bar:
-            outcome = run_ablation(spec, folder, command_line(), bar.watch, announce)
+            outcome = run_ablation(spec, folder, command_line(), bar.watch, announce, fresh)
     except KeyboardInterrupt:
         say(f"\ninterrupted; finished cells are kept in {folder}: give the same command again to go on")
         raise

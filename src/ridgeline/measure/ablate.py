@@ -78,9 +78,15 @@ def require_local(e: Experiment, launched: bool = False, backend: str = NATIVE) 
 
 
 def run_ablation(
-    spec: AblationSpec, folder: Path, command: str = "", watch: Watch | None = None, announce: Announce | None = None
+    spec: AblationSpec,
+    folder: Path,
+    command: str = "",
+    watch: Watch | None = None,
+    announce: Announce | None = None,
+    fresh: bool = False,
 ) -> Ablation:
-    """Predict and measure every plan; cells already measured by the same code are taken from ``folder``.
+    """Predict and measure every plan; cells already measured by the same code are taken from ``folder``, unless
+    ``fresh``.
 
     A cell that dies is a recorded result. ``KeyboardInterrupt`` leaves finished cells for the next call.
     """
@@ -93,6 +99,8 @@ def run_ablation(
         _write(folder / "plans" / f"{name}.toml", to_toml(e))
     predicted = {name: predict(e) for name, e in spec.plans.items()}
     cells = order(list(spec.plans), spec.measure.repeats)
+    if fresh:
+        forget(folder, spec)
     busy = load_average()
     with announced("ablation", spec.name, steps=len(cells)) as announce_cell:
         for done, cell in enumerate(cells):
@@ -251,6 +259,12 @@ def cell_file(folder: Path, spec: AblationSpec, cell: CellRef) -> Path:
     """File of a cell's result: plan, experiment id and repeat."""
     e = spec.plans[cell.plan]
     return folder / "cells" / f"{cell.plan}-{e.id}-{cell.repeat}.json"
+
+
+def forget(folder: Path, spec: AblationSpec) -> None:
+    """Remove the measured cells of these plans, and nothing else that may lie there."""
+    for cell in order(list(spec.plans), spec.measure.repeats):
+        cell_file(folder, spec, cell).unlink(missing_ok=True)
 
 
 def usable(file: Path) -> bool:
