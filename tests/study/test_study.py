@@ -322,6 +322,8 @@ def test_command_line(file, tmp_path, monkeypatch):
     assert Study.model_validate_json(done.stdout).name == "small"
     assert (tmp_path / "out" / "train.csv").is_file()
     assert CliRunner().invoke(app, ["report", key, "-o", "again.html"]).exit_code == 0
+    with pytest.raises(UserError, match="is a study, not one result"):
+        CliRunner().invoke(app, ["compare", key, key], catch_exceptions=False)
     assert (tmp_path / "again.html").read_text() == (tmp_path / "r.html").read_text()
 
 
