@@ -149,7 +149,7 @@ def require_checkpoint(path: Path) -> None:
 
 def require_writable(option: str, folder: Path | None = None, file: Path | None = None) -> None:
     """Raise :class:`UserError` unless files can be written to ``folder``, or ``file`` can: before the work whose
-    result goes there, not after it. Makes missing directories."""
+    result goes there, not after it. Directories may be missing, and are not made."""
     import tempfile
 
     from ridgeline.spec.errors import UserError
@@ -160,12 +160,12 @@ def require_writable(option: str, folder: Path | None = None, file: Path | None 
     fix = f"choose another {'path' if file else 'directory'} for {option}"
     if file and file.is_dir():
         raise UserError(f"cannot write {file}: it is a directory", fix)
+    there = next(p for p in (place, *place.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise UserError(f"cannot write to {place}: {there} is a file, not a directory", fix)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=there):
             pass
-    except FileExistsError:
-        raise UserError(f"cannot write to {place}: it is a file, not a directory", fix) from None
     except OSError as e:
         raise UserError(f"cannot write to {place}: {e.strerror}", fix) from None
 

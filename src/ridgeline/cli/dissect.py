@@ -51,6 +51,7 @@ def dissect(
     with Status(f"dissecting {e.name or e.model.name}") as status:
         name = e.name or e.id
         require_writable("--out", out)
+        out.mkdir(parents=True, exist_ok=True)
         traces = out / f"{name}.measured.json", out / f"{name}.predicted.json"
         predicted, measured = run(e, traces[0], status.message)
     if e.is_training:

@@ -280,6 +280,7 @@ def tune(
                 say(f"step {step + 1}/{steps}  loss {loss.item():.4f}")
         except KeyboardInterrupt:
             say(f"interrupted after {step} steps")
+        out.parent.mkdir(parents=True, exist_ok=True)
         save_file(model.trained(), out)
         say(f"written to {out}")
     finally:
