@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from ridgeline import cli
+from ridgeline import catalog, cli
 from ridgeline.cli.base import ctrl_c_between_steps
+from ridgeline.techniques.matrix import CPU
 
 
 @pytest.fixture
@@ -226,6 +227,9 @@ MISTAKES = [
     (["report", "x", "--format", "pfd"], ["unknown format 'pfd'"]),
     (["report", "zzz"], ["no run 'zzz'"]),
     (["compare", "a", "b"], ["no run 'a'"]),
+    (["merge", "examples", "studies", "--out", "studies"], ["--out studies is the adapter itself"]),
+    (["predict", "gpt2", "--on", "a100", "--task", "serve", "--shared-prefix", "600"], ["raise prompt_len"]),
+    (["runs", "--limit", "0"], ["--limit"]),
     (["predcit", "x"], ["predcit", "predict"]),
     (["predict"], ["model"]),
     (["techniques", "--jsn"], ["--jsn", "--json"]),
@@ -301,6 +305,35 @@ def test_measuring_needs_the_hardware(ridgeline, experiment, command):
     assert "8xa100-80g-sxm is not this machine" in err
     assert 'on = "local"' in err
     assert "ridgeline predict" in err
+
+
+UNWRITABLE = [
+    ["ablate", "--out", "{}"], ["ablate", "--report", "{}/report.html"], ["ablate", "--report", "."],
+    ["dissect", "--out", "{}", "--plan", "flash"], ["train", "--out", "{}", "--plan", "flash"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("args", UNWRITABLE, ids=" ".join)
+def test_a_place_that_cannot_be_written_is_found_before_the_work(ridgeline, experiment, tmp_path, args):
+    catalog.save_device(CPU)
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    command, *options = [a.format(taken) for a in args]
+    code, out, err = ridgeline(command, experiment("local"), *options)
+    assert (code, out) == (2, "")
+    assert "error: cannot write" in err
+    assert f"for {args[1]}" in err
+    assert "step" not in err
+    assert taken.read_text() == "a file"
+
+
+@pytest.mark.parametrize(("option", "path"), [("--csv", "taken"), ("--report", "taken/r.html"), ("--report", "r.pdf")])
+def test_a_study_that_cannot_be_written_is_refused_first(ridgeline, tmp_path, option, path):
+    (tmp_path / "taken").touch()
+    code, out, err = ridgeline("study", "studies/systems.toml", option, str(tmp_path / path))
+    assert (code, out) == (2, "")
+    assert option in err
+    assert "cells" not in err
 
 
 def test_ctrl_c_is_taken_between_steps_and_the_second_at_once():

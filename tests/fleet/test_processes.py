@@ -111,6 +111,18 @@ def test_a_fleet_of_processes(checkpoint, tmp_path):
         fleet.wait(60)
 
 
+def test_a_server_that_refuses_its_options_ends_the_fleet(checkpoint, tmp_path):
+    file = tmp_path / "fleet.toml"
+    file.write_text(f"[fleet]\nport = 0\n[[servers]]\ncheckpoint = '{checkpoint}'\noptions = ['--max-num-seqz', '4']\n")
+    done = subprocess.run([sys.executable, "-m", "ridgeline", "fleet", "up", str(file)], stderr=subprocess.PIPE,
+                          text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 2
+    assert "No such option: --max-num-seqz" in done.stderr
+    assert "error: a server of" in done.stderr
+    assert "started again" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_no_fleet_there():
     done = subprocess.run([sys.executable, "-m", "ridgeline", "fleet", "status", "--at", "http://127.0.0.1:9"],
                           capture_output=True, text=True)  # fmt: skip

@@ -1,6 +1,7 @@
 """A whole ablation in processes of its own: interrupted, hit by the out-of-memory killer, resumed, and merged."""
 
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,13 +12,13 @@ from tests.training import MODEL, experiment
 from ridgeline import catalog
 from ridgeline.experiments import load_ablation
 from ridgeline.jobs.job import CellOptions, RankContext
-from ridgeline.measure.ablate import cell_file, order, require_local, run_ablation
+from ridgeline.measure.ablate import cell_file, forget, order, profile_note, require_local, run_ablation, warm_started
 from ridgeline.measure.cells.training_cell import training_cell
 from ridgeline.measure.merge import merge, sameness
-from ridgeline.spec.ablation import Ablation, CellRef
+from ridgeline.spec.ablation import Ablation, CellRef, Outcome
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
-from ridgeline.spec.result import Result
+from ridgeline.spec.result import Metric, Result
 from ridgeline.techniques.matrix import CPU
 
 TOKENS = 4 * 16
@@ -122,6 +123,32 @@ def check_ablation(spec, done):
     assert done.outcomes[2].memory_ratio < 1, "half of the states, half of the rows"
 
 
+def test_another_warm_start_is_trained_anew(spec, tmp_path):
+    def started(steps):
+        measure = spec.measure.model_copy(update={"warm_start": steps})
+        plans = warm_started(spec.model_copy(update={"measure": measure}), tmp_path).plans
+        (checkpoint,) = {e.workload.checkpoint for e in plans.values()}
+        return Path(checkpoint) / "model.safetensors", plans["baseline"].id
+
+    assert spec.plans["baseline"].id  # what the command line does first
+    one, two = started(1), started(2)
+    assert one[0].read_bytes() != two[0].read_bytes()
+    assert one[1] != two[1], "cells of one must not be taken for those of the other"
+    trained = one[0].stat().st_mtime_ns
+    assert started(1) == one
+    assert one[0].stat().st_mtime_ns == trained
+
+
+def test_measuring_afresh_removes_cells_and_nothing_else(spec, tmp_path):
+    ours = [cell_file(tmp_path, spec, c) for c in order(list(spec.plans), spec.measure.repeats)]
+    other = tmp_path / "cells" / "of somebody else.csv"
+    other.parent.mkdir()
+    for file in (*ours[1:], other):
+        file.write_text("x")
+    forget(tmp_path, spec)
+    assert list(other.parent.iterdir()) == [other]
+
+
 def test_the_order_is_abba():
     assert order(["a", "b", "c"], 3) == [
         CellRef(p, r) for r, round_ in enumerate(("abc", "cba", "abc")) for p in round_
@@ -175,6 +202,19 @@ def test_a_plan_whose_every_process_failed_keeps_its_first_failure(corpus):
     good = cell(experiment(corpus))
     failed = [good.model_copy(update={"status": s, "reason": s}) for s in ("oom", "timeout")]
     assert merge(failed).reason == "oom"
+
+
+def test_a_baseline_far_from_its_prediction_puts_the_profile_in_doubt():
+    def note(predicted, measured):
+        sides = {s: Result(source=s, experiment_id="e", experiment={}, metrics={"tokens_per_s": Metric(value=v)})
+                 for s, v in (("predicted", predicted), ("measured", measured))}  # fmt: skip
+        return profile_note(Ablation(id="x", name="", baseline="b", outcomes=[Outcome(name="b", plan=[], **sides)]))
+
+    assert note(100, 190) == note(100, 55) == ""
+    assert "b ran at 0.4 times its predicted speed" in note(100, 40)
+    assert "`ridgeline probe`" in note(100, 300)
+    nothing = Ablation(id="x", name="", baseline="b", outcomes=[Outcome(name="b", plan=[])])
+    assert profile_note(nothing) == ""
 
 
 def test_only_this_machine_can_be_measured(corpus):

@@ -23,6 +23,7 @@ from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Serve
+from ridgeline.store import Store
 
 TTFT, GAP = 0.05, 0.01
 CLOCK = 2e-3
@@ -263,6 +264,15 @@ def test_mistakes_are_one_message(server, ridgeline, tmp_path):
             ([server, "--arrival", f"trace:{tmp_path}/none.csv"], "cannot read trace"),
             ([server, "--tokenizer", str(tmp_path)], "no tokenizer at"),
             ([server, "--extra-body", "[1]"], "no JSON object"),
+            ([server, "--records", str(tmp_path)], "it is a directory"),
+            ([server, "--report", "/proc/none/r.html"], "cannot write to /proc/none"),
+            ([server, "--arrival", "closed:2.5"], "no whole number"),
+            ([server, "--arrival", "even:3"], "takes nothing after"),
+            ([server, "--input-len", "0"], "is no length"),
+            (
+                [server, "--shared-prefix", "600", "--input-len", "16"],
+                "--shared-prefix 600 is the beginning of every prompt",
+            ),
         ]:
             code, out, err = ridgeline("load", *args)
             assert code == 2, (args, err)
@@ -270,6 +280,32 @@ def test_mistakes_are_one_message(server, ridgeline, tmp_path):
             assert "fix:" in err
             assert not out
         assert ridgeline("load", closed, "--key", "open", "--requests", "2", "--output-len", "2")[0] == 0
+
+
+def test_results_are_kept_before_files_are_written(server, ridgeline, tmp_path, monkeypatch):
+    """A disk may fill up meanwhile: the load cannot be sent again as it was."""
+
+    def full(*_):
+        raise UserError("cannot write: No space left on device")
+
+    monkeypatch.setattr("ridgeline.measure.load.run_load.write_records", full)
+    asked = [
+        "--rate",
+        "50",
+        "--requests",
+        "4",
+        "--input-len",
+        "4",
+        "--output-len",
+        "2",
+        "--records",
+        str(tmp_path / "r"),
+    ]
+    for against in ([], ["--against", server, "--rounds", "1"]):
+        before = len(Store().list(limit=None))
+        code, _, err = ridgeline("load", server, *asked, *against)
+        assert (code, "No space left" in err) == (2, True)
+        assert len(Store().list(limit=None)) == before + (2 if against else 1)
 
 
 def test_a_refused_first_request_says_what_the_server_said():

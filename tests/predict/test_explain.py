@@ -7,9 +7,10 @@ import pytest
 from ridgeline import catalog, experiments
 from ridgeline.graph.graph import Op
 from ridgeline.predict import predict
-from ridgeline.predict.explain import GAIN, RESOURCE_NAMES, RESOURCES, explain, improved
+from ridgeline.predict.explain import GAIN, RESOURCE_NAMES, RESOURCES, explain, improved, tree
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.host_work import host_time
+from ridgeline.spec.result import Metric, Result, Row
 
 
 def experiment(**more):
@@ -55,6 +56,21 @@ def test_a_lever_gives_the_gain_it_promises(make):
             assert gain == pytest.approx(GAIN, abs=0.03)
         else:
             assert gain < GAIN + 0.02
+
+
+def test_no_part_is_more_than_the_whole():
+    """A kernel that computes several operators takes less than they do one by one."""
+    rows = [
+        Row(phase="decode", module=m, operator=m, kind="gemm", seconds=t) for m, t in (("mlp", 3e-3), ("head", 1e-3))
+    ]
+    r = Result(
+        source="predicted", experiment_id="e", experiment={}, metrics={"tpot_s": Metric(value=2e-3)}, breakdown=rows
+    )
+    root = tree(r, "tpot_s")
+    (decode,) = root.children
+    assert (root.seconds, decode.share) == (2e-3, 1.0)
+    assert [m.share for m in decode.children] == [0.75, 0.25]
+    assert "4 ms" in root.note
 
 
 def test_decode_is_bound_by_memory_and_training_by_compute():

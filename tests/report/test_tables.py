@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from ridgeline.measure.compare import compare
+from ridgeline.report.console import print_loads, print_pair, print_runs
 from ridgeline.report.dissection import attributed, breakdown_table, grouped, memory_table
 from ridgeline.report.table import Column, Table, html, markdown
 from ridgeline.report.tables import (
@@ -26,6 +27,7 @@ from ridgeline.report.units import count, metric, number, percent, seconds, size
 from ridgeline.spec.ablation import Ablation, Outcome
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Metric, Result, Row
+from ridgeline.store import Run
 
 
 def row(table: Table, name: str) -> dict[str, str]:
@@ -105,6 +107,30 @@ def test_cutting_a_table_keeps_every_column_once():
     assert fit(t, None) == [t]
 
 
+def test_runs_on_a_narrow_terminal_are_whole_words(monkeypatch, capsys):
+    monkeypatch.setattr("ridgeline.report.console._out", lambda: Console(width=80, file=sys.stdout))
+    run = Run("450057954d6a", "2026-11-27T10:08:54+00:00", "result", "measured", "a name of a run", "llama2-70b",
+              "zero:stage=3 + mixed_precision + flash_attention", 59.8, None, 2**30, "ok")  # fmt: skip
+    print_runs([run])
+    out = capsys.readouterr().out
+    for text in ("2026-11-27 10:08:54", "measured", "a name of a run", "llama2-70b", "59.8 tokens/s", run.plan):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_loads_on_a_narrow_terminal_are_whole_words(monkeypatch, capsys):
+    monkeypatch.setattr("ridgeline.report.console._out", lambda: Console(width=80, file=sys.stdout))
+    names = ("offered_per_s", "requests_per_s", "tokens_per_s", "goodput_per_s", "slo_share", "concurrency_mean",
+             "schedule_lag_s", "requests", "errors", "ttft_s", "ttft_p50_s")  # fmt: skip
+    print_loads([Result(source="measured", experiment_id="e", experiment={}, name="llama3.1-8b at 12.5/s",
+                        metrics={n: Metric(value=2.0, unit="s") for n in names})])  # fmt: skip
+    out = capsys.readouterr().out
+    for text in ("limits", "Goodput/s", "Generated", "Sent late"):
+        assert text in out
+    assert out.count("llama3.1-8b at 12.5/s") >= 3
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_verdict_of_what_was_not_measured():
     fine = Result(source="predicted", experiment_id="e", experiment={})
     big = fine.model_copy(update={"status": "infeasible"})
@@ -141,6 +167,23 @@ def test_hidden_communication_does_not_hide_the_unattributed_time():
                               exposed_seconds=0.1)])  # fmt: skip
     assert attributed(r)[-1].seconds == pytest.approx(0.2)
     assert any("overlap" in n for n in breakdown_table(r).notes)
+
+
+def test_rows_of_a_profiled_step_are_held_to_the_profiled_step():
+    """A profiled step takes longer than a bare one: that is no overlap."""
+    rows = [Row(phase="forward", module="m", operator="o", kind="gemm", seconds=1.5)]
+    times = {"step_time_s": Metric(value=1.0), "profiled_step_s": Metric(value=1.5)}
+    r = Result(source="measured", experiment_id="e", experiment={}, metrics=times, breakdown=rows)
+    assert breakdown_table(r).notes == []
+
+
+def test_residuals_are_measured_over_predicted_everywhere(capsys):
+    p, m = (Result(source=s, experiment_id="e", experiment={}, metrics={"step_time_s": Metric(value=v, unit="s")})
+            for s, v in (("predicted", 2.0), ("measured", 3.0)))  # fmt: skip
+    print_pair(p, m)
+    assert "+50.0 %" in capsys.readouterr().out
+    (table,) = comparison_tables(compare(p, m))
+    assert "+50.0 %" in table.rows[0]
 
 
 def test_grouping_averages_the_roof_over_time():

@@ -83,6 +83,13 @@ def test_id_changes_with_every_field():
     assert fields == {key for change in CHANGES for key in change.get("workload", {})}  # none forgotten
 
 
+def test_the_id_of_a_copy_is_its_own():
+    e, other = make(), make(workload={**TRAIN, "lr": 1e-5})
+    assert e.id != other.id
+    assert e.model_copy(update={"workload": other.workload}).id == other.id
+    assert e.model_copy(update={"name": "a label"}).id == e.id
+
+
 def test_derived_sizes():
     e = make(on="2x2xa100", workload={**TRAIN, "batch_size": 16, "micro_batch_size": 2})
     assert (e.world, e.data_parallel, e.batch_size, e.micro_batch_size, e.accumulation) == (4, 4, 16, 2, 2)

@@ -17,6 +17,7 @@ from ridgeline.report.dissection import parts_of
 from ridgeline.report.export import export, load_any
 from ridgeline.report.study_tables import study_csv, study_html, study_markdown, table_pages
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.result import Result
 from ridgeline.spec.study import Study
 from ridgeline.store import Store
 from ridgeline.study import load_study, run_study
@@ -321,6 +322,8 @@ def test_command_line(file, tmp_path, monkeypatch):
     assert Study.model_validate_json(done.stdout).name == "small"
     assert (tmp_path / "out" / "train.csv").is_file()
     assert CliRunner().invoke(app, ["report", key, "-o", "again.html"]).exit_code == 0
+    with pytest.raises(UserError, match="is a study, not one result"):
+        CliRunner().invoke(app, ["compare", key, key], catch_exceptions=False)
     assert (tmp_path / "again.html").read_text() == (tmp_path / "r.html").read_text()
 
 
@@ -332,6 +335,16 @@ def test_command_line(file, tmp_path, monkeypatch):
         (('table = "train"', 'table = "strain"'), "strain"),
         (("[[tables]]", "[[table]]"), "tables"),
         (("seq_len = 350 }", "seq_len = }"), "not valid TOML"),
+        (("llama2-7b", "lama2-7b"), "unknown model 'lama2-7b'"),
+        (("zero:stage=3", "zerro:stage=3"), "unknown technique 'zerro'"),
+        (("zero:stage=3", "zero:stge=3"), "unknown option 'stge'"),
+        (('"sequence_parallel"', '"sequence_paralel"'), "unknown technique 'sequence_paralel'"),
+        (('"mixed_precision"', '"mixed_precison"'), "unknown technique 'mixed_precison'"),
+        (("seq_len = 350", "seqlen = 350"), "unknown key 'seqlen'"),
+        (("axes = { plan", "axes = { lrr = [1], plan"), "unknown key 'lrr'"),
+        (('kind = "serve"', 'kind = "sreve"'), "unknown kind 'sreve'"),
+        (('plan = "z3", each = 1 }\nmetric', 'plan = "z4", each = 1 }\nmetric'), "which 0 cells are"),
+        ((SMALL, "model = 'gpt2'\n[plans]\na = []"), "is an experiment, not a study"),
     ],
 )
 def test_mistakes_are_one_message(tmp_path, change, says):
@@ -381,6 +394,13 @@ def test_measured_beside_predicted(file, tmp_path, monkeypatch):
     again = run_study(small, tmp_path, workers=1, scale=scale)
     assert len(asked) == len(set(asked)), "measured cells are kept"
     assert [c.measured for c in again.cells] == [c.measured for c in found.cells]
+    first, _ = sorted((tmp_path / "cells").iterdir())
+    old = Result.load(first)
+    old.environment["code"] = "another"
+    first.write_text(old.to_json())
+    asked.clear()
+    run_study(small, tmp_path, workers=1, scale=scale)
+    assert asked == [first.stem], "what other code measured is measured again, once"
 
 
 def test_modules_of_inference_are_measured(tmp_path):

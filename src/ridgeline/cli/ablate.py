@@ -17,6 +17,7 @@ from ridgeline.cli.base import (
     data_override,
     next_command,
     probed,
+    require_writable,
     say,
     store,
 )
@@ -41,8 +42,6 @@ def ablate(
 
     An interrupted ablation resumes when the same command is run again.
     """
-    import shutil
-
     from ridgeline import experiments
     from ridgeline.measure.ablate import ablation_key, require_local, run_ablation
     from ridgeline.report.console import AblationBar, print_ablation, print_plan_predictions
@@ -55,8 +54,8 @@ def ablate(
         return
     for e in spec.plans.values():
         require_local(e)
-    if fresh:
-        shutil.rmtree(folder / "cells", ignore_errors=True)
+    require_writable("--out", folder)
+    require_writable("--report", file=report)
 
     def announce(predicted: dict[str, Result]) -> None:
         if not json:
@@ -65,12 +64,12 @@ def ablate(
 
     try:
         with AblationBar(spec) as bar:
-            outcome = run_ablation(spec, folder, command_line(), bar.watch, announce)
+            outcome = run_ablation(spec, folder, command_line(), bar.watch, announce, fresh)
     except KeyboardInterrupt:
         say(f"\ninterrupted; finished cells are kept in {folder}: give the same command again to go on")
         raise
-    ablation_html(outcome, report)
     store_id = store().add_ablation(outcome)
+    ablation_html(outcome, report)
     print(outcome.to_json()) if json else print_ablation(outcome)
     say(f"report: {report}   stored as {store_id}   cells in {folder}")
     faster = [o for o in outcome.outcomes if o.verdict == "faster" and o.speedup is not None]

@@ -147,6 +147,29 @@ def require_checkpoint(path: Path) -> None:
         raise UserError(f"no checkpoint directory {path}", "give a directory with config.json and safetensors")
 
 
+def require_writable(option: str, folder: Path | None = None, file: Path | None = None) -> None:
+    """Raise :class:`UserError` unless files can be written to ``folder``, or ``file`` can: before the work whose
+    result goes there, not after it. Directories may be missing, and are not made."""
+    import tempfile
+
+    from ridgeline.spec.errors import UserError
+
+    place = file.parent if file else folder
+    if place is None:
+        return
+    fix = f"choose another {'path' if file else 'directory'} for {option}"
+    if file and file.is_dir():
+        raise UserError(f"cannot write {file}: it is a directory", fix)
+    there = next(p for p in (place, *place.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise UserError(f"cannot write to {place}: {there} is a file, not a directory", fix)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as e:
+        raise UserError(f"cannot write to {place}: {e.strerror}", fix) from None
+
+
 def stored(what: str) -> Any:
     """The result or ablation in a file, or with an id in the store."""
     from ridgeline.report.export import load_any

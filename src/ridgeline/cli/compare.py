@@ -36,8 +36,10 @@ def compare(
 
 def _result(what: str) -> Result:
     from ridgeline.spec.result import Result
+    from ridgeline.spec.study import Study
 
     found = stored(what)
     if not isinstance(found, Result):
-        raise UserError(f"{what} is an ablation, not one result", "compare two results; `ridgeline runs` lists them")
+        kind = "a study" if isinstance(found, Study) else "an ablation"
+        raise UserError(f"{what} is {kind}, not one result", "compare two results; `ridgeline runs` lists them")
     return found

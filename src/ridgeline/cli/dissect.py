@@ -19,6 +19,7 @@ from ridgeline.cli.base import (
     load,
     predicted_trace,
     probed,
+    require_writable,
     say,
 )
 
@@ -49,6 +50,7 @@ def dissect(
     e = probed(lambda: load(file, plan, [*(overrides or []), *data_override(data)]))
     with Status(f"dissecting {e.name or e.model.name}") as status:
         name = e.name or e.id
+        require_writable("--out", out)
         out.mkdir(parents=True, exist_ok=True)
         traces = out / f"{name}.measured.json", out / f"{name}.predicted.json"
         predicted, measured = run(e, traces[0], status.message)

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ridgeline.cli import finetune_options as own
-from ridgeline.cli.base import Json, On, With, app, next_command, number_of_bytes, require_checkpoint, say
+from ridgeline.cli.base import (
+    Json,
+    On,
+    With,
+    app,
+    next_command,
+    number_of_bytes,
+    require_checkpoint,
+    require_writable,
+    say,
+)
 from ridgeline.cli.jobs import require_saves, run_training
 
 if TYPE_CHECKING:
@@ -99,6 +109,7 @@ def _require_paths(checkpoint: Path, tokenizer: str | None, out: Path) -> None:
         raise UserError(f"{checkpoint} has no tokenizer.json", "give one with --tokenizer")
     if out.resolve() == checkpoint.resolve():
         raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
+    require_writable("--out", out)
 
 
 def _plan(wanted: list[str], adapter: Path | None, model: ModelSpec, merged: bool) -> tuple[list[str], bool]:

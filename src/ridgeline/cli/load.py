@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import Json, app, command_line, keep, say
+from ridgeline.cli.base import Json, app, command_line, keep, require_writable, say
 
 if TYPE_CHECKING:
     from ridgeline.measure.load.endpoint import Endpoint
@@ -71,6 +71,8 @@ def load(
     from ridgeline.measure.load.run_load import Settings, label, measure_load, write_records
     from ridgeline.report.console import StepBar, print_loads
 
+    require_writable("--records", file=records)
+    require_writable("--report", file=report)
     loads = workloads(rate, arrival, input_len, output_len, requests, slo, seed, shared_prefix)
     run = secrets.randbelow(1 << 31) if run is None else run
     endpoint = find_endpoint(url, model, _api(api), key, ignore_eos, extra_fields(extra_body))
@@ -89,9 +91,9 @@ def load(
         if drive.interrupted:
             break
     results: list[Result] = [r for r, _ in done]
+    keep(*results)  # before files, which may not be writable
     if records:
         write_records(records, [d for _, d in done])
-    keep(*results)
     if report:
         from ridgeline.report.html import load_html
 
@@ -126,9 +128,9 @@ def _side_by_side(
     found = compared(done, names)
     found.commands.append(_command())
     results = [pair for one in done for pair in one]
+    keep(*(r for r, _ in results))
     if records:
         write_records(records, [d for _, d in results])
-    keep(*(r for r, _ in results))
     if report:
         from ridgeline.report.html import comparison_html
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ridgeline.cli.base import app, next_command
+from ridgeline.cli.base import app, next_command, require_writable
 
 
 @app.command()
@@ -23,8 +23,10 @@ def merge(
     from ridgeline.spec.errors import UserError
     from ridgeline.train.adapter_folder import merged_model
 
-    if out.resolve() == checkpoint.resolve():
-        raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
+    for what, given in (("checkpoint", checkpoint), ("adapter", adapter)):
+        if out.resolve() == given.resolve():
+            raise UserError(f"--out {out} is the {what} itself", "give another directory")
+    require_writable("--out", out)
     save_checkpoint(merged_model(checkpoint, adapter), out)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
         if (checkpoint / name).is_file():

@@ -11,7 +11,7 @@ from ridgeline.cli.base import Json, app, store
 
 @app.command()
 def runs(
-    limit: Annotated[int, typer.Option(help="Show the N most recent runs.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Show the N most recent runs.")] = 20,
     json: Json = False,
 ) -> None:
     """List stored results."""

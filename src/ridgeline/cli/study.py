@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ridgeline.cli.base import Json, app, command_line, next_command, probed, say, store
+from ridgeline.cli.base import Json, app, command_line, next_command, probed, require_writable, say, store
 
 
 @app.command()
@@ -44,6 +44,10 @@ def study(
     if on == "local":
         machine = probed(lambda: experiments.make(scale, "local", {"kind": "generate"}, [])).cluster.device
         small = StudyScale(scale, max(1, machine.sm_count))
+    if report and (format := report.suffix.removeprefix(".") or "html") not in ("html", "md", "json"):
+        raise UserError(f"a study is not written as {format!r}", "use .html or .md for --report")
+    require_writable("--csv", csv)
+    require_writable("--report", file=report)
     folder = out or Path("runs") / f"study-{spec.name}-{key(spec, small)}"
     total = 2 * count(small.study(spec)) if small else count(spec)
     try:
@@ -61,7 +65,7 @@ def study(
     if csv:
         say(f"wrote {', '.join(map(str, study_csv(found, csv)))}")
     if report:
-        export(found, report.suffix.removeprefix(".") or "html", report)
+        export(found, format, report)
         say(f"wrote {report}")
     say(f"{len(found.cells)} cells in {found.seconds:.1f} s, stored as {stored}")
     if not report:

@@ -19,6 +19,7 @@ from ridgeline.cli.base import (
     number_of_bytes,
     require_checkpoint,
     require_package,
+    require_writable,
     say,
 )
 from ridgeline.cli.engine_options import Checkpoint, SecretFile, TlsCa, TlsCert, TlsKey, Tokenizer
@@ -260,6 +261,7 @@ def tune(
     from ridgeline.swarm.session import load_ends
 
     require_checkpoint(checkpoint)
+    require_writable("--out", file=out)
     ends = load_ends(checkpoint)
     spec = ends.spec
     text = load_tokens(data, spec.vocab_size, own_tokenizer(str(checkpoint)))
@@ -278,6 +280,7 @@ def tune(
                 say(f"step {step + 1}/{steps}  loss {loss.item():.4f}")
         except KeyboardInterrupt:
             say(f"interrupted after {step} steps")
+        out.parent.mkdir(parents=True, exist_ok=True)
         save_file(model.trained(), out)
         say(f"written to {out}")
     finally:
@@ -350,6 +353,7 @@ def train(
     e, technique = _training(file, plan, overrides)
     if not join:
         raise UserError("there is no address of a swarm", "give --join HOST:PORT of any of its peers")
+    require_writable("--out", out)
     batches, w = global_batches(e, 0, 1), e.training
     trainer = SwarmTrainer(e, technique.stages, technique.wire, _secret(fleet_secret_file), tuple(join), say,
                            _shape(inject_rtt, inject_rate), patience, migrate_every,

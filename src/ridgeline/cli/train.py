@@ -23,6 +23,7 @@ from ridgeline.cli.base import (
     load,
     next_command,
     number_of_bytes,
+    require_writable,
     say,
 )
 from ridgeline.cli.jobs import require_saves, run_training
@@ -81,6 +82,7 @@ def train(
     start, default = launcher_of(launcher)
     require_local(e, launched() or launcher != "local", backend)
     require_saves(async_save, save_every if out else 0)
+    require_writable("--out", out)
     options = TrainOptions(
         out=str(out) if out else None, save_every=save_every, async_save=async_save, resume=resume,
         export=str(out / "model") if out and export else None, timeout=timeout, backend=backend,

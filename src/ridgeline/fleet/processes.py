@@ -33,6 +33,8 @@ OWN_OPTIONS = {"--role": 'write role = "…" beside it', **dict.fromkeys(("--por
                "leave it out"), **dict.fromkeys(("--tls-cert", "--tls-key", "--tls-ca", "--tls-clients"),
                "write tls_cert, tls_key and tls_ca in [fleet]")}  # fmt: skip
 """Options of a server that the fleet gives itself, and what to do instead."""
+MISTAKE = 2
+"""Exit code of a server for a mistake in its options or files."""
 LONGEST_PAUSE = 30.0
 """Seconds at most before a server that keeps ending is started again."""
 LINE = 1 << 14
@@ -154,8 +156,9 @@ class ServerProcess:
         self.stopping = self.asked = False
 
     async def run(self) -> None:
-        """Start it, and again whenever it ends, until :meth:`stop`."""
-        pause = 1.0
+        """Start it, and again whenever it ends, until :meth:`stop`. Raises :class:`UserError` when it refuses its first
+        start, as for an unknown option: it would refuse all others, too."""
+        pause, first = 1.0, True
         while not self.stopping:
             began = asyncio.get_running_loop().time()
             self.process = await asyncio.create_subprocess_exec(
@@ -168,6 +171,10 @@ class ServerProcess:
             code = await self.process.wait()
             if self.stopping:
                 return
+            if first and code == MISTAKE:
+                raise UserError(f"a server of {self.table.checkpoint} does not start: its message is above",
+                                "correct its checkpoint or options in [[servers]]")  # fmt: skip
+            first = False
             if self.asked:
                 self.asked = False
                 continue

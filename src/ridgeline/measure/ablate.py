@@ -34,6 +34,8 @@ from ridgeline.spec.workload import Compress, Pretrain, Serve, Training
 from ridgeline.techniques.registry import require_runnable
 
 Watch = Callable[[CellRef, dict[str, Any]], None]
+FAR = 2.0
+"""Factor between predicted and measured speed beyond which the machine's profile is in doubt."""
 Announce = Callable[[dict[str, Result]], None]
 """Receives the predictions by plan, before anything runs."""
 
@@ -76,9 +78,15 @@ def require_local(e: Experiment, launched: bool = False, backend: str = NATIVE) 
 
 
 def run_ablation(
-    spec: AblationSpec, folder: Path, command: str = "", watch: Watch | None = None, announce: Announce | None = None
+    spec: AblationSpec,
+    folder: Path,
+    command: str = "",
+    watch: Watch | None = None,
+    announce: Announce | None = None,
+    fresh: bool = False,
 ) -> Ablation:
-    """Predict and measure every plan; cells already measured by the same code are taken from ``folder``.
+    """Predict and measure every plan; cells already measured by the same code are taken from ``folder``, unless
+    ``fresh``.
 
     A cell that dies is a recorded result. ``KeyboardInterrupt`` leaves finished cells for the next call.
     """
@@ -91,6 +99,8 @@ def run_ablation(
         _write(folder / "plans" / f"{name}.toml", to_toml(e))
     predicted = {name: predict(e) for name, e in spec.plans.items()}
     cells = order(list(spec.plans), spec.measure.repeats)
+    if fresh:
+        forget(folder, spec)
     busy = load_average()
     with announced("ablation", spec.name, steps=len(cells)) as announce_cell:
         for done, cell in enumerate(cells):
@@ -101,13 +111,26 @@ def run_ablation(
         load = f" (load average {busy:.1f} at the start)" if busy is not None else ""
         ablation.notes.append(f"no verdict on {', '.join(noisy)}: other work on this machine disturbed the timings"
                               f"{load}; repeat when it is idle: {command or 'the same command'} --fresh")  # fmt: skip
+    if note := profile_note(ablation):
+        ablation.notes.append(note)
     _write(folder / "ablation.json", ablation.to_json())
     return ablation
 
 
+def profile_note(a: Ablation) -> str:
+    """What to do where the baseline's speed is far from its prediction; empty where it is not, or not known."""
+    (base,) = (o for o in a.outcomes if o.name == a.baseline)
+    speeds = [r.metric("tokens_per_s") if r else None for r in (base.predicted, base.measured)]
+    predicted, measured = speeds
+    if not predicted or not measured or 1 / FAR <= measured / predicted <= FAR:
+        return ""
+    return (f"{a.baseline} ran at {measured / predicted:.2g} times its predicted speed: the machine was busy now, or"
+            " when it was probed; `ridgeline probe` on an idle machine measures its profile again")  # fmt: skip
+
+
 def _measure_cell(spec: AblationSpec, folder: Path, cell: CellRef, predicted: Result, watch: Watch | None) -> None:
     file = cell_file(folder, spec, cell)
-    if _usable(file):
+    if usable(file):
         if watch:
             watch(cell, {"cached": True})
         return
@@ -126,34 +149,20 @@ def _measure_cell(spec: AblationSpec, folder: Path, cell: CellRef, predicted: Re
 
 def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -> AblationSpec:
     """The same plans starting from one common checkpoint, trained now if it is not there yet."""
-    steps = spec.measure.warm_start
-    if not steps:
+    if not spec.measure.warm_start:
         return spec
     first = spec.plans[spec.baseline]
     task = first.workload
     if not isinstance(task, (Training, Compress)) or task.checkpoint:
         raise UserError("warm_start trains a starting checkpoint, but the workload has one or could not start from one",
                         "drop one of the two")  # fmt: skip
-    place = folder / "base" / "model"
+    plain = _warm_start(spec, first, task)
+    base = folder / f"base-{plain.id}"  # a changed warm start is another one, and its cells are others
+    place = base / "model"
     if not (place / "config.json").is_file():
-        shared = Pretrain.model_fields if isinstance(task, Training) else ("seq_len", "data", "tokenizer")
-        fields = {n: v for n, v in task.model_dump().items() if n in shared and n != "kind"}
-        if isinstance(task, Compress):
-            fields["eval_batches"] = 10**6  # a quarter of the text is not trained on: perplexity is measured there
-        fields |= {"steps": steps, "data": spec.measure.warm_start_data or task.data}
-        try:
-            workload = Pretrain(**{**fields, **spec.measure.warm_start_workload})
-        except ValidationError as error:
-            first_error = error.errors()[0]
-            bad = ".".join(str(p) for p in first_error["loc"])
-            raise UserError(f"[measure] warm_start_workload: {bad} is not valid: {first_error['msg']}",
-                            "use the fields of a pretrain workload")  from None  # fmt: skip
-        plain = first.model_copy(
-            update={"workload": workload, "plan": Plan(), "cluster": Cluster(device=first.cluster.device)}
-        )
         progress = (lambda m: watch(CellRef("warm start", 0), m)) if watch else None
         try:
-            run_job(train_job(plain, TrainOptions(out=str(folder / "base"), export=str(place))), progress)
+            run_job(train_job(plain, TrainOptions(out=str(base), export=str(place))), progress)
         except JobFailed as failure:
             raise UserError(f"the warm start failed ({failure.status}): {failure.reason}", failure.log) from None
     plans = {}
@@ -161,6 +170,25 @@ def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -
         started = e.workload.model_copy(update={"checkpoint": str(place)})
         plans[name] = e.model_copy(update={"workload": started})
     return spec.model_copy(update={"plans": plans})
+
+
+def _warm_start(spec: AblationSpec, first: Experiment, task: Training | Compress) -> Experiment:
+    """The plain training that makes the common checkpoint."""
+    shared = Pretrain.model_fields if isinstance(task, Training) else ("seq_len", "data", "tokenizer")
+    fields = {n: v for n, v in task.model_dump().items() if n in shared and n != "kind"}
+    if isinstance(task, Compress):
+        fields["eval_batches"] = 10**6  # a quarter of the text is not trained on: perplexity is measured there
+    fields |= {"steps": spec.measure.warm_start, "data": spec.measure.warm_start_data or task.data}
+    try:
+        workload = Pretrain(**{**fields, **spec.measure.warm_start_workload})
+    except ValidationError as error:
+        first_error = error.errors()[0]
+        bad = ".".join(str(p) for p in first_error["loc"])
+        raise UserError(f"[measure] warm_start_workload: {bad} is not valid: {first_error['msg']}",
+                        "use the fields of a pretrain workload")  from None  # fmt: skip
+    return first.model_copy(
+        update={"workload": workload, "plan": Plan(), "cluster": Cluster(device=first.cluster.device)}
+    )
 
 
 def measure_plan(
@@ -233,7 +261,13 @@ def cell_file(folder: Path, spec: AblationSpec, cell: CellRef) -> Path:
     return folder / "cells" / f"{cell.plan}-{e.id}-{cell.repeat}.json"
 
 
-def _usable(file: Path) -> bool:
+def forget(folder: Path, spec: AblationSpec) -> None:
+    """Remove the measured cells of these plans, and nothing else that may lie there."""
+    for cell in order(list(spec.plans), spec.measure.repeats):
+        cell_file(folder, spec, cell).unlink(missing_ok=True)
+
+
+def usable(file: Path) -> bool:
     """A finished cell of the same code; failed cells are run again."""
     if not file.is_file():
         return False

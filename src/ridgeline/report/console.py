@@ -219,7 +219,7 @@ def print_pair(predicted: Result, measured: Result) -> None:
     rows = []
     for name, m in measured.metrics.items():
         p = predicted.metrics.get(name)
-        residual = units.percent(p.value / m.value - 1, signed=True) if p and m.value else "–"
+        residual = units.percent(m.value / p.value - 1, signed=True) if p and p.value else units.NONE
         spread = f" [{units.metric(m.low, m.unit)}, {units.metric(m.high, m.unit)}]" if m.low is not None else ""
         rows.append(
             [name, units.metric(p.value, p.unit) if p else "–", units.metric(m.value, m.unit) + spread, residual]
@@ -235,10 +235,10 @@ def print_pair(predicted: Result, measured: Result) -> None:
 
 def print_loads(results: Sequence[Result]) -> None:
     """Results of a server under one load or several: throughput, latencies, and notes."""
-    from ridgeline.report.tables import load_tables
+    from ridgeline.report.tables import fit, load_tables
 
     console = _out()
-    console.print(render.rich(load_tables(results)))
+    console.print(render.rich([part for t in load_tables(results) for part in fit(t, console.width)]))
     for r in results:
         for note in [*r.notes, *(f"{c.name}: failed" for c in r.checks if not c.passed)]:
             console.print(f"note: {r.name}: {note}", markup=False)
@@ -313,7 +313,9 @@ def print_plan_predictions(rows: Sequence[tuple[str, Result]], title: str, note:
 
 
 def print_runs(rows: Sequence[Run]) -> None:
-    """Stored runs, newest first."""
+    """Stored runs, newest first, in as many tables as the terminal's width takes."""
+    from ridgeline.report.tables import fit
+
     cells = [
         [r.id, r.created[:19].replace("T", " "), r.kind, r.source, r.name, r.model, r.plan[:48],
          units.metric(r.tokens_per_s, "tokens/s"), units.size(r.peak_bytes), r.status]
@@ -326,7 +328,8 @@ def print_runs(rows: Sequence[Run]) -> None:
         Column("peak"),
         Column("status", align="left"),
     ]
-    print_tables(Table("stored runs" if cells else "no stored runs yet", columns, cells))
+    table = Table("stored runs" if cells else "no stored runs yet", columns, cells)
+    print_tables(*fit(table, _out().width))
 
 
 def print_cards(cards: Sequence[dict[str, Any]]) -> None:

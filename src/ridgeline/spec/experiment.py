@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,6 +15,9 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import TRAINING_TASKS, Training, Workload
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def id_of(canonical: dict[str, Any]) -> str:
@@ -114,3 +118,9 @@ class Experiment(BaseModel):
     def id(self) -> str:
         """First 12 hex digits of the SHA-256 of the canonical form."""
         return id_of(self.canonical())
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other values in some fields; its :attr:`id` is its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("id", None)  # pydantic copies cached properties, too
+        return copied

@@ -221,6 +221,9 @@ class Serve(_Workload):
     def _one_source(self) -> Serve:
         if self.concurrency is not None and (self.rate is not None or self.trace is not None):
             raise ValueError("concurrency closes the loop: give no rate and no trace with it")
+        if self.trace is None and self.shared_prefix >= self.prompt_len:
+            raise ValueError(f"the {self.shared_prefix} tokens of shared_prefix are the beginning of every prompt, and"
+                             f" prompt_len is {self.prompt_len}: raise prompt_len above shared_prefix")  # fmt: skip
         if self.length_shape == "uniform" and max(self.length_cv, self.output_cv or 0.0) > 3**-0.5:
             raise ValueError("a uniform distribution of lengths varies by 0.577 at most: lower length_cv and output_cv")
         return self

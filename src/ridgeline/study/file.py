@@ -35,18 +35,22 @@ holds single operators (see :mod:`ridgeline.study.operators`) by ``platform`` an
 from __future__ import annotations
 
 import itertools
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ridgeline import catalog
+from ridgeline.experiments import plan_of
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.study import Axis
+from ridgeline.spec.workload import WORKLOADS
 from ridgeline.study.operators import Operator
 from ridgeline.techniques.cards import classes
+from ridgeline.techniques.registry import techniques_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -150,6 +154,9 @@ def load_study(path: Path) -> StudyFile:
     try:
         study = StudyFile.model_validate({"name": path.stem, **table})
     except ValidationError as e:
+        if "model" in table and "tables" not in table:
+            raise UserError(f"{path} is an experiment, not a study",
+                            "`ridgeline ablate` or `ridgeline bench` takes it") from None  # fmt: skip
         first = e.errors()[0]
         where = ".".join(str(x) for x in first["loc"])
         raise UserError(f"{path}: {where}: {first['msg']}", "see docs/study.md") from None
@@ -157,14 +164,45 @@ def load_study(path: Path) -> StudyFile:
         for axis in (*t.rows, *([t.columns] if t.columns else [])):
             if axis not in t.axes:
                 raise unknown("axis", axis, t.axes, f"{path}, table {t.name!r}")
-        for name in t.axes.get("platform", []):
-            catalog.cluster(study.platforms.get(str(name), str(name)))
+        _check_names(study, t, f"{path}, table {t.name!r}")
     names = [t.name for t in study.tables]
     for finding in study.findings:
         for place in places(finding.of) + places(finding.over):
             if place.get("table") not in names:
                 raise unknown("table", str(place.get("table")), names, f"{path}, finding {finding.says!r}")
+            cells = (at for t in study.tables if t.name == place["table"] for at in study.cells(t))
+            require_one(finding.says, place, [at for at in cells if stands_at(at, place)])
     return study
+
+
+def _check_names(study: StudyFile, t: TableFile, where: str) -> None:
+    """Raise :class:`UserError` for a platform, model, technique, option or key that does not exist: what is written
+    wrong is a mistake, not the result of a cell."""
+    for name in t.axes.get("platform", []):
+        catalog.cluster(study.platforms.get(str(name), str(name)))
+    for name in [*t.axes.get("model", []), *([t.workload["model"]] if "model" in t.workload else [])]:
+        catalog.model(str(name))
+    base = study.base if t.base is None else t.base
+    for name in t.axes.get("plan", []):
+        if name != EVERY:
+            techniques_of(plan_of([*base, *filter(None, study.plan(str(name)))]))
+    kind = str(t.workload.get("kind", "pretrain"))
+    if kind not in WORKLOADS:
+        raise unknown("kind", kind, WORKLOADS, where)
+    for key in () if t.operator is not None else {*t.workload, *t.axes} - {*OWN, "kind"}:
+        if key not in WORKLOADS[kind].model_fields:
+            raise unknown("key", key, WORKLOADS[kind].model_fields, where)
+
+
+def stands_at(axes: dict[str, Axis], place: dict[str, Axis]) -> bool:
+    """Whether a cell's point is the one that a finding names."""
+    return all(axes.get(k) == v for k, v in place.items() if k != "table")
+
+
+def require_one(says: str, place: dict[str, Axis], found: Sequence[object]) -> None:
+    """Raise :class:`UserError` unless a finding names one cell."""
+    if len(found) != 1:
+        raise UserError(f"finding {says!r} names {json.dumps(place)}, which {len(found)} cells are", "name every axis")
 
 
 def places(given: list[dict[str, Axis]] | dict[str, Axis]) -> list[dict[str, Axis]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +19,7 @@ from ridgeline import catalog
 from ridgeline.jobs.job import DissectOptions, LaunchJob
 from ridgeline.jobs.launch import JobFailed, run_job
 from ridgeline.jobs.live import announced
-from ridgeline.measure.ablate import measure_plan, require_local
+from ridgeline.measure.ablate import measure_plan, require_local, usable
 from ridgeline.measure.bench import USED, merge_generation, with_device_use
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.merge import merge
@@ -32,7 +31,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.study import Axis, Study, StudyCell, StudyFinding, StudyTable, Verdict
 from ridgeline.study.cells import StudyScale, command, experiment_of
-from ridgeline.study.file import FindingFile, StudyFile, TableFile, places
+from ridgeline.study.file import FindingFile, StudyFile, TableFile, places, require_one, stands_at
 from ridgeline.study.operators import operator_metrics
 from ridgeline.techniques.registry import brief, registry
 from ridgeline.validate.systems import reproduce
@@ -185,18 +184,20 @@ def _measure(
     done: Done | None,
 ) -> None:
     """Measure each different experiment once, and fill in every cell that stands for it."""
+    measured_now: set[Path] = set()
     with announced("study", study.name, steps=len(todo)) as tell:
         for i, (place, cell) in enumerate(zip(todo, cells, strict=True)):
             tell({"step": i, "stage": _label(place)})
             if cell.status == "refused":
                 cell.measured_status, cell.measured_reason = "refused", cell.reason
             else:
-                _measure_cell(place, cell, experiment_of(study, place.table, place.axes, scale), folder)
+                _measure_cell(place, cell, experiment_of(study, place.table, place.axes, scale), folder, measured_now)
             if done:
                 done(f"measured {_label(place)}: {cell.measured_status}")
 
 
-def _measure_cell(place: PlannedCell, cell: StudyCell, e: Experiment, folder: Path) -> None:
+def _measure_cell(place: PlannedCell, cell: StudyCell, e: Experiment, folder: Path, measured_now: set[Path]) -> None:
+    """Take the measurement of the same code from ``folder``, or measure; what failed is tried once in a run."""
     try:
         require_local(e)
     except UserError as error:
@@ -204,11 +205,12 @@ def _measure_cell(place: PlannedCell, cell: StudyCell, e: Experiment, folder: Pa
         return
     profiled = bool(place.table.parts) and e.task != "compress"
     file = folder / "cells" / f"{e.id}{'-dissected' if profiled else ''}.json"
-    if file.is_file():
+    if file in measured_now or usable(file):
         r = Result.load(file)
     else:
         r = dissected(e) if profiled else measured(e)
         write_atomic(file, r.to_json())
+        measured_now.add(file)
     cell.measured_status, cell.measured_reason = r.status, r.reason
     if r.status == "ok":
         cell.measured = _values(r)
@@ -285,10 +287,8 @@ def _metric(name: str, cell: StudyCell, measured: bool) -> float | None:
 
 
 def _cell(place: dict[str, Axis], cells: list[StudyCell], says: str) -> StudyCell:
-    wanted = {k: v for k, v in place.items() if k != "table"}
-    found = [c for c in cells if c.table == place["table"] and all(c.axes.get(k) == v for k, v in wanted.items())]
-    if len(found) != 1:
-        raise UserError(f"finding {says!r} names {json.dumps(place)}, which {len(found)} cells are", "name every axis")
+    found = [c for c in cells if c.table == place["table"] and stands_at(c.axes, place)]
+    require_one(says, place, found)
     return found[0]
 
 

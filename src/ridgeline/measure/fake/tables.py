@@ -44,9 +44,18 @@ def fake_trace_tables(steps: Mapping[str, StepTrace], launch_latency: float, pre
             tables.append(Table(f"{name}: what the host waits for", columns, waits))
         if not step.launches:
             continue
-        places = [[p, str(n)] for p, n in list(step.places.items())[:TOP]]
-        tables.append(Table(f"{name}: launches by line", [Column("at", align="left"), Column("count")], places))
+        tables.append(_launches(f"{name}: launches by line", "at", step.places))
+        tables.append(_launches(f"{name}: launches by operator", "operator", step.operators))
     return tables
+
+
+def _launches(title: str, what: str, counts: Mapping[str, int]) -> Table:
+    """The most frequent of ``counts``, the rest in one row, and their sum."""
+    listed = [[key, str(n)] for key, n in list(counts.items())[:TOP]]
+    if len(counts) > TOP:
+        listed.append([f"({len(counts) - TOP} others)", str(sum(list(counts.values())[TOP:]))])
+    listed.append(["total", str(sum(counts.values()))])
+    return Table(title, [Column(what, align="left"), Column("count")], listed, total=True)
 
 
 def fake_trace_json(steps: Mapping[str, StepTrace]) -> dict[str, Any]:

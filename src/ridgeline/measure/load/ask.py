@@ -37,17 +37,22 @@ def workloads(
     fields = {**_lengths(input_len, output_len), **_limits(slo), "seed": seed, "requests": requests,
               "shared_prefix": shared_prefix}  # fmt: skip
     kind, _, detail = arrival.partition(":")
+    if kind != "trace" and shared_prefix >= fields["prompt_len"]:
+        raise UserError(f"--shared-prefix {shared_prefix} is the beginning of every prompt, and --input-len {input_len}"
+                        " is not longer", f"give an --input-len above {shared_prefix}")  # fmt: skip
     rates: list[float | None] = [_number("--rate", r) for r in rate.split(",")] if rate else []
     if kind == "closed":
         if rates:
             raise UserError("--arrival closed sends when answers come", "leave out --rate, or use poisson")
-        clients = [_number("--arrival closed", c) for c in detail.split(",")]
-        return [_serve({**fields, "concurrency": int(c), "requests": requests or LEAST}) for c in clients]
+        clients = [_clients(c) for c in detail.split(",")]
+        return [_serve({**fields, "concurrency": c, "requests": requests or LEAST}) for c in clients]
     if kind == "trace":
         return [_serve({**fields, "trace": detail, "rate": r}) for r in rates or [None]]
     if kind == "burst":
         fields["burstiness"] = _number("--arrival burst", detail) if detail else BURST
     elif kind in ("poisson", "even"):
+        if detail:
+            raise UserError(f"--arrival {kind} takes nothing after it, and got {detail!r}", "give the rate with --rate")
         fields["burstiness"] = 1.0 if kind == "poisson" else EVEN
     else:
         raise unknown("arrival", arrival, ("poisson", "burst", "even", "trace:FILE", "closed:N"))
@@ -104,7 +109,7 @@ def _lengths(prompt: str, output: str) -> dict[str, Any]:
 
 def _length(option: str, text: str) -> tuple[int, float, str]:
     """(mean, coefficient of variation, shape; empty when all are equal)."""
-    if text.isdigit():
+    if text.isdigit() and int(text):
         return int(text), 0.0, ""
     if found := re.fullmatch(r"uniform:(\d+)-(\d+)", text):
         low, high = int(found[1]), int(found[2])
@@ -135,6 +140,12 @@ def _number(option: str, text: str) -> float:
     if not 0 < value < math.inf:
         raise UserError(f"{option} {text!r} is no positive number", "write 8, or 1,2,4,8")
     return value
+
+
+def _clients(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise UserError(f"--arrival closed:{text}: the number of clients is no whole number above 0", "write closed:16")
+    return int(text)
 
 
 def _serve(fields: dict[str, Any]) -> Serve:
