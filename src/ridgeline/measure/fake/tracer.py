@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 import ridgeline
+from ridgeline.nn.memory.meter import tensors_in
 
 ROOT = Path(ridgeline.__file__).parent
 _HERE = Path(__file__).parent
@@ -110,7 +110,7 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        given = tensors_in(args, kwargs)
         on_device = any(t.device.type == "cuda" for t in given)
         if name in ("_local_scalar_dense", "item"):
             return self._read(args[0])
@@ -123,7 +123,7 @@ class Tracer(TorchDispatchMode):
         except Exception as e:
             self.wrong[f"{name}: {type(e).__name__}: {str(e)[:160]} at {place()}"] += 1
             raise
-        made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        made = tensors_in(out)
         if kwargs.get("pin_memory"):
             list(map(self.pin, made))
         if name in _MAYBE and made and made[0].untyped_storage()._cdata == given[0].untyped_storage()._cdata:
