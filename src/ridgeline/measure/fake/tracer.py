@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,20 @@ _BY_DATA = frozenset({
 """Operators whose results' sizes are data: the host waits for them."""
 
 
+@cache
+def _within(name: str) -> str:
+    """A file's name within the package; empty: it is not of it, or traces."""
+    file = Path(name)
+    return str(file.relative_to(ROOT)) if ROOT in file.parents and _HERE not in file.parents else ""
+
+
 def place() -> str:
     """The line of the package that is being run."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if ROOT in file.parents and _HERE not in file.parents:
-            return f"{file.relative_to(ROOT)}:{frame.f_lineno}"
+        file = _within(frame.f_code.co_filename)
+        if file:
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
 

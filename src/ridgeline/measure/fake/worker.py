@@ -109,6 +109,7 @@ def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> d
     from ridgeline.spec import scheduling
 
     step_graphs.BATCHES = (sequences,)  # others are not needed
+    step_graphs.FIRST_RUNS = 1  # which makes what steps keep; there are no libraries that need memory
     scheduling.CAPTURED_TOKENS = (sequences * _PROMPT,)
     engine = make_engine(e, device)
     sequences = min(sequences, engine.limits.max_num_seqs)
