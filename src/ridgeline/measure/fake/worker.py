@@ -9,6 +9,7 @@ import traceback
 import warnings
 from typing import Any
 
+from ridgeline.imports import lasting
 from ridgeline.measure.fake import guard
 from ridgeline.spec.errors import UserError
 
@@ -25,12 +26,13 @@ def main() -> None:
     except UserError as e:
         print(json.dumps(told(e)), flush=True)
         return
-    import torch
+    with lasting():
+        import torch
 
-    import ridgeline.runtime.compress_build
-    import ridgeline.serve.build_engine
-    import ridgeline.train.trainer  # noqa: F401 - before the stand-ins, which replace parts of them
-    from ridgeline.measure.fake import stand_ins
+        import ridgeline.runtime.compress_build
+        import ridgeline.serve.build_engine
+        import ridgeline.train.trainer  # noqa: F401 - before the stand-ins, which replace parts of them
+        from ridgeline.measure.fake import stand_ins
 
     stand_ins.install()
     torch.autograd.set_multithreading_enabled(False)
