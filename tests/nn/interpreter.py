@@ -3,6 +3,7 @@
 Modules that import this are skipped where there is neither.
 """
 
+import dataclasses
 import functools
 import importlib.util
 from importlib.metadata import version
@@ -58,6 +59,10 @@ def _faster() -> None:
         return found[name]
 
     interpreter._get_np_dtype = numpy_type
+    # It computes for every sum whether it overflows, and tells nobody: its assertions are off. A third of the time.
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 if DEVICE == "cpu":
