@@ -77,7 +77,7 @@ class Fork:
 
 def _run(said: Any, here: tuple[dict[str, str], str, list[str], str], call: tuple[str, str, tuple[Any, ...]]) -> None:
     gc.freeze()
-    gc.enable()  # see tests/lasting.py
+    gc.enable()  # see tests/uncollected.py
     environment, folder, path, log = here
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     os.setsid()

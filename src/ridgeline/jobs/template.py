@@ -8,6 +8,7 @@ process that has initialized CUDA cannot be forked. Nothing here imports torch b
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -23,7 +24,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, Any, TextIO
 
-from ridgeline.imports import lasting
+from ridgeline.imports import uncollected
 from ridgeline.jobs.job import MODES, LaunchJob
 from ridgeline.spec.workload import Training
 
@@ -164,7 +165,7 @@ def start_rank(file: Path, mode: str, environment: dict[str, str], sink: IO[str]
 
 def serve() -> None:
     """Fork a rank for each request on standard input and report when it exits, until standard input is closed."""
-    with lasting():
+    with uncollected():
         from ridgeline.jobs import worker
 
     requests = socket.socket(fileno=os.dup(0))
@@ -184,13 +185,14 @@ def serve() -> None:
         if not data:
             return
         request = json.loads(data)
-        with contextlib.suppress(Exception), lasting():  # the rank will report what is wrong
+        with contextlib.suppress(Exception), uncollected():  # the rank will report what is wrong
             resolve_name(MODES[request["mode"]][1])
             experiment = LaunchJob.from_json(Path(request["file"]).read_text(encoding="utf-8")).experiment
             for name in _LATER if experiment and isinstance(experiment.workload, Training) else ():
                 importlib.import_module(name)
             if request["environment"]["WORLD_SIZE"] != "1":  # what their plans import when they are built
                 importlib.import_module("torch.distributed.fsdp")
+        gc.freeze()
         pid = 0
         try:
             if (pid := os.fork()) == 0:

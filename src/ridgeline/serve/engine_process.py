@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.imports import lasting
 from ridgeline.serve.engine_messages import Facts, Frames, Job, Kind, Unreadable, framed, unpack_request
 from ridgeline.serve.grammar import Grammars
 from ridgeline.serve.heap import one_heap
@@ -289,8 +288,6 @@ def main() -> None:
     for one in (signal.SIGINT, signal.SIGTERM):  # the server drains, then says so
         signal.signal(one, lambda *_: None)
     one_heap()
-    with lasting():
-        import ridgeline.serve.build_engine  # noqa: F401
     with contextlib.suppress(_Gone), socket.socket(fileno=int(sys.argv[1])) as server:
         code = EngineProcess(server).run()
         sys.exit(code)

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from typing import Any
 
-from ridgeline.imports import lasting
+from ridgeline.imports import uncollected
 from ridgeline.measure.fake import guard
 from ridgeline.spec.errors import UserError
 
@@ -26,7 +26,7 @@ def main() -> None:
     except UserError as e:
         print(json.dumps(told(e)), flush=True)
         return
-    with lasting():
+    with uncollected():
         import torch
 
         import ridgeline.runtime.compress_build
