@@ -3,6 +3,7 @@ How processes are really started is for tests that do not come here."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import socket
@@ -75,6 +76,8 @@ class Fork:
 
 
 def _run(said: Any, here: tuple[dict[str, str], str, list[str], str], call: tuple[str, str, tuple[Any, ...]]) -> None:
+    gc.freeze()
+    gc.enable()  # see tests/uncollected.py
     environment, folder, path, log = here
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     os.setsid()

@@ -106,6 +106,7 @@ class World:
 
 def _serve(rank: int, ranks: int, folder: str, pipe: Any, path: list[str]) -> None:
     gc.freeze()  # what was imported before the fork stays
+    gc.enable()  # see tests/uncollected.py
     sys.path[:] = [*path, str(ROOT)]
     import importlib
 
@@ -132,7 +133,7 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Any, path: list[str]) -> No
 def forks() -> Any:
     """Where processes are forks of one that has imported what takes seconds."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
+    context.set_forkserver_preload(["tests.uncollected", *IMPORTED])
     return context
 
 

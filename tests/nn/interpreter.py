@@ -3,6 +3,7 @@
 Modules that import this are skipped where there is neither.
 """
 
+import dataclasses
 import functools
 import importlib.util
 from importlib.metadata import version
@@ -58,6 +59,32 @@ def _faster() -> None:
         return found[name]
 
     interpreter._get_np_dtype = numpy_type
+    # It computes for every sum whether it overflows, and tells nobody: its assertions are off. A third of the time.
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _same_shapes(interpreter.tl.core)
+
+
+def _same_shapes(core) -> None:
+    """Types of blocks are the same few over and over: they are checked and named once, and their sizes wrapped once."""
+    block, tensor, types, shapes = core.block_type.__init__, core.tensor.__init__, {}, {}
+
+    def block_type(self, element_ty, shape):
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if key not in types:
+            block(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key], element_ty=element_ty)
+
+    def value(self, handle, type):
+        key = type.name if type.is_block() else ""
+        if key not in shapes:
+            tensor(self, handle, type)
+            shapes[key] = {"shape": self.shape, "numel": self.numel}
+        vars(self).update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, value
 
 
 if DEVICE == "cpu":

@@ -41,7 +41,7 @@ def serve(folder, plan, kill=False):
     """What a process with the plan says."""
     fork = Fork(serving, folder, plan, kill)
     said = fork.answer()
-    assert fork.wait(60) == 0
+    assert fork.wait(300) == 0
     return said
 
 

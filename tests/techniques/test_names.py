@@ -63,16 +63,18 @@ def lookups(node: ast.AST) -> list[ast.expr]:
 
 def quoted(source: str) -> set[tuple[int, str]]:
     """(line, technique) of every technique that the source names."""
-    tree = ast.parse(source)
+    if not any(name in source for name in HOMES):
+        return set()
+    nodes = list(ast.walk(ast.parse(source)))
     free: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             free.add(node.value)  # a docstring
         if isinstance(node, ast.keyword) and node.arg == BESIDE and isinstance(node.value, ast.Dict):
             free.update(key for key in node.value.keys if key is not None)
-    asked = {leaf for node in ast.walk(tree) for leaf in lookups(node)}
+    asked = {leaf for node in nodes for leaf in lookups(node)}
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and node not in free:
             name = named(node.value)
             if name and (name not in ORDINARY or node in asked):

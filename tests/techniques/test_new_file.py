@@ -81,19 +81,32 @@ def run(package, *command):
     return done.stdout
 
 
-def test_command_line(package):
-    def ridgeline_json(*args):
-        return json.loads(run(package, "-m", "ridgeline", *args, "--json"))
+COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from ridgeline.cli import app
 
-    cards = [c for c in ridgeline_json("techniques") if c.get("kind") != "system"]
+for words in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    print(json.dumps(json.loads(done.stdout)))
+"""
+
+
+def test_command_line(package):
+    """All commands in one process, which has found the file by itself."""
+    commands = (
+        ("techniques",), ("techniques", "--matrix"), ("predict", "llama-tiny", "--on", "a100", "--with",
+        "dummy:kilobytes=8"), ("ablate", str(package / "experiment.toml"), "--dry-run"),
+    )  # fmt: skip
+    listed, matrix, predicted, dry = map(json.loads, run(package, "-c", COMMANDS, json.dumps(commands)).splitlines())
+    cards = [c for c in listed if c.get("kind") != "system"]
     found = {c["name"]: c for c in cards}["dummy"]
     assert [(o["name"], o["default"]) for o in found["options"]] == [("kilobytes", 4)]
-    pairs = [p for p in ridgeline_json("techniques", "--matrix") if "dummy" in (p["a"], p["b"])]
+    pairs = [p for p in matrix if "dummy" in (p["a"], p["b"])]
     assert len(pairs) == len(cards) - 1
-    predicted = ridgeline_json("predict", "llama-tiny", "--on", "a100", "--with", "dummy:kilobytes=8")
     (row,) = [r for r in predicted["breakdown"] if r["operator"] == "dummy"]
     assert (row["count"], row["bytes"]) == (4, 4 * 8192)
-    dry = ridgeline_json("ablate", str(package / "experiment.toml"), "--dry-run")
     counts = {name: sum(r["operator"] == "dummy" for r in result["breakdown"]) for name, result in dry.items()}
     assert counts == {"baseline": 0, "dummy": 1, "both": 1}
 

@@ -68,11 +68,13 @@ def make_engine(
     placement of the weights within them is added to the plan and printed.
     """
     from ridgeline.experiments import plan_of
-    from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
+    from ridgeline.imports import uncollected
     from ridgeline.spec.errors import unknown
     from ridgeline.spec.model import ModelSpec
     from ridgeline.spec.plan import Call
 
+    with uncollected():
+        from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
     require_checkpoint(checkpoint)
     if dtype not in _DTYPES:
         raise unknown("dtype", dtype, _DTYPES, "--dtype")

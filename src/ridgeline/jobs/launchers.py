@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+from ridgeline.imports import uncollected
 from ridgeline.jobs.job import Progress, RankContext, TrainOptions, train_job
 from ridgeline.jobs.launch import run_job
 from ridgeline.jobs.restart import RESTARTS, Launch
@@ -46,8 +47,9 @@ def run_launched_rank(
     e: Experiment, options: TrainOptions, progress: Progress
 ) -> tuple[dict[str, Any] | None, int, str]:
     """Run the rank that the launcher's variables name: (the result, on rank 0; exit code; message to print)."""
-    from ridgeline.jobs.failure import describe
-    from ridgeline.jobs.worker import run_rank, setup
+    with uncollected():
+        from ridgeline.jobs.failure import describe
+        from ridgeline.jobs.worker import run_rank, setup
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:

@@ -24,6 +24,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, Any, TextIO
 
+from ridgeline.imports import uncollected
 from ridgeline.jobs.job import MODES, LaunchJob
 from ridgeline.spec.workload import Training
 
@@ -164,7 +165,8 @@ def start_rank(file: Path, mode: str, environment: dict[str, str], sink: IO[str]
 
 def serve() -> None:
     """Fork a rank for each request on standard input and report when it exits, until standard input is closed."""
-    from ridgeline.jobs import worker
+    with uncollected():
+        from ridgeline.jobs import worker
 
     requests = socket.socket(fileno=os.dup(0))
     wake_reader, waker = os.pipe()
@@ -183,7 +185,7 @@ def serve() -> None:
         if not data:
             return
         request = json.loads(data)
-        with contextlib.suppress(Exception):  # the rank will report what is wrong
+        with contextlib.suppress(Exception), uncollected():  # the rank will report what is wrong
             resolve_name(MODES[request["mode"]][1])
             experiment = LaunchJob.from_json(Path(request["file"]).read_text(encoding="utf-8")).experiment
             for name in _LATER if experiment and isinstance(experiment.workload, Training) else ():

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from ridgeline.imports import uncollected
 from ridgeline.jobs.failure import describe
 from ridgeline.jobs.job import MODES, LaunchJob, RankContext
 from ridgeline.jobs.malloc import keep_freed_memory
@@ -102,7 +103,9 @@ def main(path: str) -> int:
 def run_rank(job: LaunchJob, here: RankContext) -> dict[str, Any]:
     """This rank's part of a job, by the function of its mode; rank 0 returns its result."""
     _, function = MODES[job.mode]
-    result: dict[str, Any] = resolve_name(function)(job.experiment, job.options, here)
+    with uncollected():
+        run = resolve_name(function)
+    result: dict[str, Any] = run(job.experiment, job.options, here)
     return result
 
 

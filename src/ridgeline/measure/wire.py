@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from ridgeline.nn.memory.meter import tensors_in
 
 _KINDS = {
     "allreduce_": "all_reduce",
@@ -45,7 +46,7 @@ class Wire(TorchDispatchMode):
         ranks = group.size() if group is not None else 0
         if ranks < 2:
             return
-        tensors = [t for t in tree_iter(args) if isinstance(t, torch.Tensor)]
+        tensors = tensors_in(args)
         t = tensors[_ARGUMENT.get(kind, 0)]
         entry = self.counts[kind, ranks]
         entry[0] += 1

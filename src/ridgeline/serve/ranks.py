@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from ridgeline.imports import uncollected
 from ridgeline.jobs.launch import free_port, rank_environment
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.serve.block_manager import Copy
@@ -147,6 +148,7 @@ def follow(make: Callable[[Experiment, torch.device], RankedRunner], path: str, 
 
 
 if __name__ == "__main__":
-    from ridgeline.serve.build_engine import make_follower
+    with uncollected():
+        from ridgeline.serve.build_engine import make_follower
 
     follow(make_follower, *sys.argv[1:4])

@@ -43,6 +43,8 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 """Runs a function and captures what it launches → (a call that launches the same again, the result that this fills)."""
 BATCHES: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, CAPTURED_SEQUENCES)
 """Sequences of the captured decode steps, up to the most of a step."""
+FIRST_RUNS = 2
+"""Runs of a step before it is captured."""
 NARROWEST, WIDER = 64, 4
 """Blocks of a sequence in a decode step's narrowest captured table, and how much wider the next one is."""
 ALIGNED = 16
@@ -70,12 +72,12 @@ class CudaCapture:
         """One for all: what PyTorch has allocated for a stream, it keeps for that."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Run twice beside the main stream, so that kernels are compiled and libraries have their memory; then
-        capture."""
+        """Run :data:`FIRST_RUNS` times beside the main stream, so that kernels are compiled and libraries have their
+        memory; then capture."""
         main = torch.cuda.current_stream()
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
-            for _ in range(2):
+            for _ in range(FIRST_RUNS):
                 run()
         main.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()

@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 import threading
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +52,7 @@ def card(cls: type[Technique]) -> dict[str, Any]:
     }
 
 
+@cache
 def _meanings(cls: type[Technique]) -> dict[str, str]:
     """The docstrings below a class's options. Pydantic would collect them whenever the classes are imported, which
     takes longer than all else there."""

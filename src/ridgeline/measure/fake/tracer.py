@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 import ridgeline
+from ridgeline.nn.memory.meter import tensors_in
 
 ROOT = Path(ridgeline.__file__).parent
 _HERE = Path(__file__).parent
@@ -39,13 +40,20 @@ _BY_DATA = frozenset({
 """Operators whose results' sizes are data: the host waits for them."""
 
 
+@cache
+def _within(name: str) -> str:
+    """A file's name within the package; empty: it is not of it, or traces."""
+    file = Path(name)
+    return str(file.relative_to(ROOT)) if ROOT in file.parents and _HERE not in file.parents else ""
+
+
 def place() -> str:
     """The line of the package that is being run."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if ROOT in file.parents and _HERE not in file.parents:
-            return f"{file.relative_to(ROOT)}:{frame.f_lineno}"
+        file = _within(frame.f_code.co_filename)
+        if file:
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
 
@@ -110,7 +118,7 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        given = tensors_in(args, kwargs)
         on_device = any(t.device.type == "cuda" for t in given)
         if name in ("_local_scalar_dense", "item"):
             return self._read(args[0])
@@ -123,7 +131,7 @@ class Tracer(TorchDispatchMode):
         except Exception as e:
             self.wrong[f"{name}: {type(e).__name__}: {str(e)[:160]} at {place()}"] += 1
             raise
-        made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        made = tensors_in(out)
         if kwargs.get("pin_memory"):
             list(map(self.pin, made))
         if name in _MAYBE and made and made[0].untyped_storage()._cdata == given[0].untyped_storage()._cdata:

@@ -9,6 +9,7 @@ import traceback
 import warnings
 from typing import Any
 
+from ridgeline.imports import uncollected
 from ridgeline.measure.fake import guard
 from ridgeline.spec.errors import UserError
 
@@ -25,12 +26,13 @@ def main() -> None:
     except UserError as e:
         print(json.dumps(told(e)), flush=True)
         return
-    import torch
+    with uncollected():
+        import torch
 
-    import ridgeline.runtime.compress_build
-    import ridgeline.serve.build_engine
-    import ridgeline.train.trainer  # noqa: F401 - before the stand-ins, which replace parts of them
-    from ridgeline.measure.fake import stand_ins
+        import ridgeline.runtime.compress_build
+        import ridgeline.serve.build_engine
+        import ridgeline.train.trainer  # noqa: F401 - before the stand-ins, which replace parts of them
+        from ridgeline.measure.fake import stand_ins
 
     stand_ins.install()
     torch.autograd.set_multithreading_enabled(False)
@@ -109,6 +111,7 @@ def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> d
     from ridgeline.spec import scheduling
 
     step_graphs.BATCHES = (sequences,)  # others are not needed
+    step_graphs.FIRST_RUNS = 1  # which makes what steps keep; there are no libraries that need memory
     scheduling.CAPTURED_TOKENS = (sequences * _PROMPT,)
     engine = make_engine(e, device)
     sequences = min(sequences, engine.limits.max_num_seqs)

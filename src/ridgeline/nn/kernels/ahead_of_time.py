@@ -10,13 +10,14 @@ Triton must not be in its interpreter, which is chosen when it is first imported
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,6 +129,8 @@ class Call(NamedTuple):
     grid: tuple[int, ...]
     seconds: float
     """Processor time of its compilation."""
+    said: str
+    """What the assembler said of it; empty where Triton had it from its cache."""
 
 
 @contextmanager
@@ -137,21 +140,26 @@ def compiling(capability: int) -> Iterator[list[Call]]:
     if not isinstance(triton.jit(_nothing), JITFunction):
         raise RuntimeError("Triton is in its interpreter: unset TRITON_INTERPRET before it is imported")
     found: list[Call] = []
+    sayings: dict[str, str] = {}
     plain = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
-        start = sum(os.times()[:4])
-        kernel = plain(self, *args, grid=grid, warmup=True, **options)
+        start, log = sum(os.times()[:4]), io.StringIO()
+        with redirect_stdout(log):
+            kernel = plain(self, *args, grid=grid, warmup=True, **options)
         seconds = sum(os.times()[:4]) - start
         sizes = tuple(grid(kernel.metadata) if callable(grid) else grid)
-        found.append(Call(kernel, self.fn.__name__, capability, sizes, seconds))
+        said = sayings.setdefault(kernel.hash, log.getvalue())
+        found.append(Call(kernel, self.fn.__name__, capability, sizes, seconds, said))
         return kernel
 
     before = driver._active
     driver.set_active(Driver(capability))
     JITFunction.run = run
     try:
-        yield found
+        with triton.knobs.nvidia.scope():
+            triton.knobs.nvidia.dump_ptxas_log = True  # on standard output
+            yield found
     finally:
         JITFunction.run = plain
         driver._active = before  # reset_active would look for a GPU
@@ -207,11 +215,7 @@ def _code(cubin: bytes, name: str) -> bytes:
 def _measured(call: Call, lines: list[tuple[int, str, str]]) -> Compiled:
     """``lines``: place, operation and the rest of its instructions."""
     kernel, ptx = call.kernel, call.kernel.asm["ptx"]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx, encoding="utf-8")
-        assembler = "ptxas-blackwell" if call.capability >= 100 else "ptxas"
-        said = _tool(assembler, "-v", f"--gpu-name={_target(call)}", str(file), "-o", "/dev/null").stderr
+    said = call.said or _assembled(call)
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores", said)
     if registers is None:
@@ -221,6 +225,15 @@ def _measured(call: Call, lines: list[tuple[int, str, str]]) -> Compiled:
         int(spilled[1]) if spilled else 0, kernel.metadata.shared, seconds=call.seconds,
         shared_pairs=_shared_pairs(ptx), early=kernel.metadata.launch_pdl, **_counted(lines),
     )  # fmt: skip
+
+
+def _assembled(call: Call) -> str:
+    """What the assembler says of a kernel that is assembled again."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(call.kernel.asm["ptx"], encoding="utf-8")
+        assembler = "ptxas-blackwell" if call.capability >= 100 else "ptxas"
+        return _tool(assembler, "-v", f"--gpu-name={_target(call)}", str(file), "-o", "/dev/null").stderr
 
 
 _CODES = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f\w+\s+(%rs\d+)")

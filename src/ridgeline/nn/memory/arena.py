@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from ridgeline.nn.memory.meter import tensors_in
 from ridgeline.nn.memory.timeline import Recorder
 
 ALIGNMENT = 64
@@ -140,7 +140,7 @@ class _Watch(Recorder):
         if type(out) is Tensor and out.device.type != "meta" and writer_of(func, out.device.type.upper()):
             entry = self.entry(out)
             whole = entry is not None and entry.born == op and out.storage_offset() == 0
-            if whole and entry is not None and entry.size and not any(out is x for x in tree_iter(args)):
+            if whole and entry is not None and entry.size and not any(out is x for x in tensors_in(args)):
                 self.results.append(_Result(op, out.size(), out.stride(), out.dtype, entry, entry.size))
         return out
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from ridgeline.nn.memory.arena import Span, padded, signature, writer_of
 from ridgeline.nn.memory.kv_pool import BatchLayout
+from ridgeline.nn.memory.meter import tensors_in
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """Token ids [1, T] and their positions [T] → hidden states [T, H]."""
@@ -117,7 +117,7 @@ class _Record(_Mode):
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run operator ``now`` as usual."""
         self.signatures.append(signature(func, args, kwargs))
-        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        given = {t.untyped_storage()._cdata for t in tensors_in(args, kwargs)}
         out = func(*args, **kwargs)
         if type(out) is not Tensor or out.untyped_storage()._cdata in given:
             return out

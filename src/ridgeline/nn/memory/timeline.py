@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
-from ridgeline.nn.memory.meter import Meter
+from ridgeline.nn.memory.meter import Meter, tensors_in
 from ridgeline.nn.memory.tiered_store import HOST
 
 
@@ -130,12 +129,10 @@ class Recorder(Meter):
         self.operators.append(str(func))
         written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
         for i, arg in enumerate(args):
-            for x in tree_iter(arg):
-                if isinstance(x, torch.Tensor):
-                    self._touch(x, i < len(written) and written[i])
-        for x in tree_iter(kwargs or {}):
-            if isinstance(x, torch.Tensor):
-                self._touch(x, False)
+            for x in tensors_in(arg):
+                self._touch(x, i < len(written) and written[i])
+        for x in tensors_in(kwargs):
+            self._touch(x, False)
         start = time.perf_counter()
         out = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         self.seconds.append(time.perf_counter() - start)
