@@ -110,6 +110,11 @@ class Expansion:
             return "oversize"
         return "missed" if room == self.q.slo.get("peak_bytes") else "bounded"
 
+    def _only_too_slow(self, timed: Quick) -> bool:
+        """Whether a plan breaks limits on the very time by which plans are ranked: what takes longer misses by more."""
+        by_time = self.q.training and self.q.goal in ("throughput", "latency")
+        return by_time and not self.q.misses(timed.metrics, but=("step_time_s", "tokens_per_s"))
+
     def _kind(self, stages: Set, placement: Set) -> Setting:
         return self.node.base, frozenset(self.rest), stages, placement
 
@@ -163,6 +168,8 @@ class Expansion:
                 found.count(self._past(room), 1)
                 continue
             judged = judge(q, e, timed, found)
+            if not judged and timed.fits and self._only_too_slow(timed):
+                found.faster(timed.metrics["step_time_s"] * weight)
             if timed.fits and not offloads(placement) and "peak_bytes" not in q.slo:
                 fits = True  # what misses another limit from the device's memory misses it by more from elsewhere
             if judged:

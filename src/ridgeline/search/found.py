@@ -242,7 +242,8 @@ class Answer:
 
 
 def _miss(t: Tried) -> tuple[bool, float, int]:
-    return t.over > 1, t.over if t.over > 1 else t.excess, len(t.names)
+    fits = t.quick.fits  # host memory may be what is missing
+    return not fits, t.excess if fits else max(t.over, 1.0), len(t.names)
 
 
 def order(t: Tried) -> tuple[float, float, float, int, tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ridgeline.catalog import published_format
@@ -174,12 +174,12 @@ class Question:
             value = offered if backlog < FALLS_BEHIND else min(value, (1 - FALLS_BEHIND) * offered)
         return -value if self.metric in HIGHER else value
 
-    def misses(self, metrics: Mapping[str, float]) -> list[str]:
-        """The limits that these metrics break, in words."""
+    def misses(self, metrics: Mapping[str, float], but: Sequence[str] = ()) -> list[str]:
+        """The limits that these metrics break, in words; those of ``but`` do not count."""
         return [
             f"{name} {metrics[name]:.4g} {'below' if name in HIGHER else 'above'} the limit {limit:.4g}"
             for name, limit in self.slo.items()
-            if self._factor(name, limit, metrics) > 1
+            if name not in but and self._factor(name, limit, metrics) > 1
         ]
 
     def excess(self, metrics: Mapping[str, float]) -> float:

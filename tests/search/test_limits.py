@@ -1,8 +1,9 @@
-"""Limits on memory, and the least of it: bounds of what a plan takes, and how many plans are predicted."""
+"""Limits on memory and time: bounds of what a plan takes, and how many plans are predicted."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from ridgeline.predict.quick import least_bytes, prepare, quick, split
 from ridgeline.search import Question, search
 from ridgeline.search.least_memory import LeastMemory, held_parameters
 from ridgeline.search.space import beside, candidate, refusal, slots, splits_batch, with_open_options
-from ridgeline.search.why import closest_miss
+from ridgeline.search.why import _looser, closest_miss
 from ridgeline.spec.workload import FineTune, Pretrain
 
 FEW = frozenset({"tensor_parallel", "recompute", "flash_attention", "mixed_precision", "data_parallel", "zero",
@@ -129,3 +130,17 @@ def test_the_least_memory_is_found_without_timing_what_is_far_from_it():
     counts = answer.found.counts
     assert counts["feasible"] < 104  # of 208 that fit
     assert sum(v for k, v in counts.items() if k != "considered") == counts["considered"]
+
+
+@pytest.mark.parametrize(("goal", "name"), [("throughput", "tokens_per_s"), ("latency", "step_time_s")])
+def test_a_limit_on_time_that_no_plan_keeps_is_missed_by_least_by_the_fastest(goal, name, predicted):
+    """Not by plans that exceed the host's memory and so have no time."""
+    q = question(goal, "8xh100-sxm", workload=Pretrain(seq_len=4096, batch_size=64))
+    best = search(q, workers=1).best[0]
+    free, limit = len(predicted), best.metrics[name] * (2 if name == "tokens_per_s" else 0.5)
+    predicted.clear()
+    answer = search(replace(q, slo={name: limit}), workers=1)
+    assert not answer.best
+    assert closest_miss(answer)[0].metrics == best.metrics
+    assert _looser(answer).change.startswith(name)
+    assert len(predicted) < 4 * free  # without a bound 32 times as many
