@@ -9,7 +9,7 @@ from functools import cached_property
 from ridgeline.graph import Graph
 from ridgeline.graph.schedule import idle_share
 from ridgeline.predict.interval import STEP
-from ridgeline.predict.quick import Quick, least_bytes, prepare, quick, split
+from ridgeline.predict.quick import Quick, computation, least_bytes, prepare, quick, split
 from ridgeline.search.found import WORTH, Found, Setting, Tried
 from ridgeline.search.least_memory import LeastMemory, held_parameters
 from ridgeline.search.nodes import SearchNode
@@ -43,9 +43,19 @@ class Expansion:
         self.rest = tuple(t for t in node.chosen if t.phase != "recompute")
         self.most = max(part.device.memory_bytes for part in base.cluster.parts or (base.cluster,))
         self.everything = q.goal == "memory"
-        """Whether bounds of time do not count."""
+        """Whether no plan is left out for being slower than another."""
+        # Where faster plans are better, they also bound what misses the limit.
+        self.longest = q.longest * q.weight(base.cluster) if q.goal in ("cost", "memory") else math.inf
         self.tight = False
         """Whether activations were too large in any prediction."""
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Of a step, weighed; 0 where no bound of time counts."""
+        if not self.everything:
+            return self.node.bound
+        point = candidate(self.base, self.node.chosen, self.node.micro)
+        return computation(*point) if self.longest < math.inf else 0.0
 
     @cached_property
     def core(self) -> Graph | None:
@@ -64,6 +74,9 @@ class Expansion:
     def run(self) -> None:
         """Predict what may be an answer. Offloading is only tried where no other placement fits."""
         found, node = self.found, self.node
+        if self.least_seconds > self.longest:
+            found.count("missed", self.space.below)
+            return
         possible, apart = beside(node.chosen, self.space.placements)
         fixed = splits_batch(tuple(techniques_of(self.base.plan)))
         for stages in self.space.combinations("split"):
@@ -135,14 +148,14 @@ class Expansion:
         """The placements of one split into stages: those that offload come last."""
         q, node, found, prepared = self.q, self.node, self.found, memory.graph
         weight = q.weight(self.base.cluster)
-        floor = 0.0 if self.everything else node.bound  # least seconds of any of them
+        floor = self.least_seconds  # of any of them
         if prepared and (pipe := prepared.pipeline):
             floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
         timed_floor = 0.0  # the same of those that were timed
         fits, least = False, 0  # more techniques than these offload only where nothing fits
         for done, placement in enumerate(placements):
-            if floor > SLACK * found.fastest and not self.everything:
-                found.count("bounded", len(placements) - done)
+            if floor > self.longest or (floor > SLACK * found.fastest and not self.everything):
+                found.count("missed" if floor > self.longest else "bounded", len(placements) - done)
                 return
             if fits and offloads(placement) > least and not self.everything:
                 found.count("dominated", len(placements) - done)

@@ -15,7 +15,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import OWN, engine_name
-from ridgeline.spec.workload import TRAINING_TASKS, Serve, Workload
+from ridgeline.spec.workload import TRAINING_TASKS, Serve, Training, Workload
 from ridgeline.techniques.registry import check_apart, registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
@@ -112,6 +112,16 @@ class Question:
         if self.goal == "latency":
             return "step_time_s" if self.training else "e2e_s"
         return {"throughput": "tokens_per_s", "cost": "dollars_per_million_tokens", "memory": "peak_bytes"}[self.goal]
+
+    @property
+    def longest(self) -> float:
+        """Seconds of a training step above which it breaks a limit; infinite without limits on its time or rate."""
+        w = self.workload
+        if not isinstance(w, Training):
+            return math.inf
+        rate = self.slo.get("tokens_per_s", 0.0)
+        by_rate = (w.batch_size or 0) * w.seq_len / rate if rate else math.inf
+        return min(self.slo.get("step_time_s", math.inf), by_rate)
 
     def weight(self, cluster: Cluster) -> float:
         """Weight of a second: with goal cost, a second of every device."""

@@ -58,6 +58,8 @@ def search(
     answer = None
     if question.training and "peak_bytes" in question.slo:
         answer = _beyond_memory(question, workers, progress, first_feasible)
+    if not answer and question.goal in ("cost", "memory") and question.longest < math.inf:
+        answer = _beyond_time(question, workers, progress)
     answer = answer or _search(question, workers, progress, first_feasible)
     answer.seconds = time.perf_counter() - start
     return answer
@@ -109,6 +111,18 @@ def _beyond_memory(q: Question, workers: int, progress: Progress | None, first_f
     for t in sorted(least.found.fitting.values(), key=order)[:KEPT]:
         found.infeasible(Tried(t.experiment, t.quick, t.rank, q.misses(t.metrics), q.excess(t.metrics)))
     return Answer(q, found, {}, least.without_effect, 0.0)
+
+
+def _beyond_time(q: Question, workers: int, progress: Progress | None) -> Answer | None:
+    """The answer where no plan keeps the limits on a step's time: the fastest plans, which another goal does not look
+    for. None: one does keep them."""
+    found = []
+    for cluster in sub_clusters(q.cluster, q.goal == "cost"):
+        fastest = _search(replace(q, goal="throughput", cluster=cluster), workers, progress, first_feasible=True)
+        if fastest.best:
+            return None
+        found.append(replace(fastest, question=q))
+    return min(found, key=lambda a: a.found.nearest[0].excess if a.found.nearest else math.inf)
 
 
 def _by_offload(q: Question, spaces: list[Slots]) -> list[list[Slots]]:

@@ -242,6 +242,8 @@ def _looser(answer: Answer) -> Relaxation | None:
 
 def _climb(q: Question) -> list[Relaxation]:
     out = []
+    if q.longest < math.inf:  # faster plans keep limits on time where others do not
+        q = replace(q, goal="throughput")
     for ladder in _ladders(q):
         for change, question in ladder:
             try:
