@@ -145,7 +145,7 @@ def test_full_disk_leaves_what_is_done(bench, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
         if room[0] == 0:
-            monkeypatch.setattr(output, "save_file", no_room)
+            monkeypatch.setattr(output, "write_tensors", no_room)
         room[0] -= 1
         return real(self, part, tensors, **said)
 
