@@ -18,7 +18,7 @@ import pytest
 from ridgeline import cli
 from ridgeline.measure.load.ask import make_prompts, workloads
 from ridgeline.measure.load.drive import drive
-from ridgeline.measure.load.endpoint import Endpoint, find_endpoint
+from ridgeline.measure.load.endpoint import Endpoint, find_endpoint, refused
 from ridgeline.measure.load.prompts import RandomIds
 from ridgeline.measure.load.run_load import measure_load
 from ridgeline.measure.load.summary import summarize
@@ -333,6 +333,10 @@ def test_interrupt_keeps_what_is_there(server, tmp_path):
     assert 10 <= result.metrics["requests"].value < 5000
     assert result.metrics["errors"].value == 0
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == result.metrics["requests"].value
+
+
+def test_a_prompt_that_is_too_long_is_told_the_option():
+    assert "--input-len" in str(refused("http://x/v1", 400, "the prompt has 512 tokens, and 64 fit"))
 
 
 def test_ctrl_c_again_while_the_result_is_summarized(server, monkeypatch, capsys):

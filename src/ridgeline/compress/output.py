@@ -41,7 +41,9 @@ class Output:
 
     def __init__(self, out: Path, identity: dict[str, Any], resume: bool) -> None:
         self.out, self.partial = out, out.with_name(out.name + ".partial")
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if out.exists() and not out.is_dir():
+            raise UserError(f"{out} is a file, not a directory", "give another directory with --out")
+        if out.exists() and any(out.iterdir()):
             raise UserError(f"{out} exists and is not empty", "give another directory with --out, or remove it")
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
         journal = self._journal()
