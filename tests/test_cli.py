@@ -307,6 +307,16 @@ def test_measuring_needs_the_hardware(ridgeline, experiment, command):
     assert "ridgeline predict" in err
 
 
+@pytest.mark.parametrize("command", ["predict", "explain"])
+def test_a_plan_that_does_not_fit_exits_with_1_and_prints_its_notes(ridgeline, command):
+    """Here: that the weights are published in fewer bits than the plan has them in."""
+    code, out, err = ridgeline(command, "deepseek-v3", "--on", "8xh100", "--task", "generate")
+    assert code == 1, err
+    if command == "predict":
+        assert "does not fit: " in out
+        assert "published in fp8" in " ".join(out.split())
+
+
 UNWRITABLE = [
     ["ablate", "--out", "{}"], ["ablate", "--report", "{}/report.html"], ["ablate", "--report", "."],
     ["dissect", "--out", "{}", "--plan", "flash"], ["train", "--out", "{}", "--plan", "flash"],

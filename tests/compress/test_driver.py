@@ -145,7 +145,7 @@ def test_full_disk_leaves_what_is_done(bench, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
         if room[0] == 0:
-            monkeypatch.setattr(output, "save_file", no_room)
+            monkeypatch.setattr(output, "write_tensors", no_room)
         room[0] -= 1
         return real(self, part, tensors, **said)
 
@@ -196,6 +196,8 @@ def test_what_is_there_is_not_overwritten(bench, tmp_path):
     with pytest.raises(UserError, match="exists and is not empty"):
         bench.compress(bench.checkpoint(), tmp_path / "out", GPTQ)
     assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+    with pytest.raises(UserError, match="is a file, not a directory"):
+        bench.compress(bench.checkpoint(), tmp_path / "out" / "thesis.txt", GPTQ)
 
 
 def test_conv1d_models_are_written_densely_or_not_at_all(bench, tmp_path):

@@ -1,6 +1,7 @@
 """A whole ablation in processes of its own: interrupted, hit by the out-of-memory killer, resumed, and merged."""
 
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -9,7 +10,7 @@ import tomli_w
 import torch
 from tests.training import MODEL, experiment
 
-from ridgeline import catalog
+from ridgeline import catalog, cli
 from ridgeline.experiments import load_ablation
 from ridgeline.jobs.job import CellOptions, RankContext
 from ridgeline.measure.ablate import cell_file, forget, order, profile_note, require_local, run_ablation, warm_started
@@ -17,7 +18,7 @@ from ridgeline.measure.cells.training_cell import training_cell
 from ridgeline.measure.merge import merge, sameness
 from ridgeline.spec.ablation import Ablation, CellRef, Outcome
 from ridgeline.spec.device import Cluster
-from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.result import Metric, Result
 from ridgeline.techniques.matrix import CPU
 
@@ -147,6 +148,64 @@ def test_measuring_afresh_removes_cells_and_nothing_else(spec, tmp_path):
         file.write_text("x")
     forget(tmp_path, spec)
     assert list(other.parent.iterdir()) == [other]
+
+
+@pytest.mark.parametrize("command", ["ablate", "train", "bench", "dissect"])
+def test_data_that_is_missing_is_found_before_anything_else(spec, command, tmp_path, monkeypatch, capsys):
+    assert spec
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    plan = () if command == "ablate" else ("--plan", "flash")
+    monkeypatch.setattr(sys, "argv", ["ridgeline", command, "tiny.toml", *plan, "--data", "nowhere.txt"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "")
+    assert "data 'nowhere.txt' is neither a file nor a directory" in err
+    assert sorted(tmp_path.rglob("*")) == before, "no empty directories"
+
+
+def test_experiments_do_not_write_over_each_others_results(spec, tmp_path, monkeypatch, capsys):
+    """Two files with a plan of one name."""
+    monkeypatch.chdir(tmp_path)
+    short = ["workload.steps=1", "measure.repeats=1", "plans={baseline=[]}"]
+    for number in ("1", "2"):
+        for command, *more in (["dissect", "--plan", "baseline"], ["ablate"]):
+            args = ["ridgeline", command, "tiny.toml", *short, f"workload.seed={number}", *more]
+            monkeypatch.setattr(sys, "argv", args)
+            with pytest.raises(SystemExit) as stop:
+                cli.main()
+            assert stop.value.code in (0, None), capsys.readouterr().err
+    written = [p for p in tmp_path.rglob("*") if p.suffix == ".html" or p.parent.name == "dissect"]
+    assert len(written) == 2 * 3, "a report and two traces of each"
+    assert len([p for p in written if p.name == "report.html"]) == 2
+
+
+def test_text_of_a_warm_start_that_is_missing_is_found_before_predictions(spec, tmp_path):
+    measure = spec.measure.model_copy(update={"warm_start": 1, "warm_start_data": "nowhere"})
+    with pytest.raises(UserError, match="data 'nowhere'"):
+        run_ablation(spec.model_copy(update={"measure": measure}), tmp_path / "out", announce=pytest.fail)
+    assert not (tmp_path / "out").exists()
+
+
+def test_cells_of_data_that_changed_are_others(spec, corpus, tmp_path):
+    """Also cells without memory, of the process that would have recorded it."""
+    data = tmp_path / "own.txt"
+    data.write_bytes(corpus.read_bytes())
+    own = load_ablation(tmp_path / "tiny.toml", [f"workload.data={data}"])
+    cells = order(list(own.plans), 2)
+
+    def files(spec):
+        return [cell_file(tmp_path, spec, c) for c in cells]
+
+    first = files(own)
+    assert len({*first}) == len(cells)
+    assert files(own) == first
+    data.write_bytes(corpus.read_bytes()[:-1])
+    second = files(own)
+    assert not {*first} & {*second}
+    bare = files(own.model_copy(update={"measure": own.measure.model_copy(update={"memory": False})}))
+    assert [a == b for a, b in zip(bare, second, strict=True)] == [c.repeat > 0 for c in cells]
 
 
 def test_the_order_is_abba():

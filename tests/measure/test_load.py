@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -16,9 +18,10 @@ import pytest
 from ridgeline import cli
 from ridgeline.measure.load.ask import make_prompts, workloads
 from ridgeline.measure.load.drive import drive
-from ridgeline.measure.load.endpoint import Endpoint, find_endpoint
+from ridgeline.measure.load.endpoint import Endpoint, find_endpoint, refused
 from ridgeline.measure.load.prompts import RandomIds
 from ridgeline.measure.load.run_load import measure_load
+from ridgeline.measure.load.summary import summarize
 from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Result
@@ -330,6 +333,40 @@ def test_interrupt_keeps_what_is_there(server, tmp_path):
     assert 10 <= result.metrics["requests"].value < 5000
     assert result.metrics["errors"].value == 0
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == result.metrics["requests"].value
+
+
+def test_a_prompt_that_is_too_long_is_told_the_option():
+    assert "--input-len" in str(refused("http://x/v1", 400, "the prompt has 512 tokens, and 64 fit"))
+
+
+def test_ctrl_c_again_while_the_result_is_summarized(server, monkeypatch, capsys):
+    """The first ends the load; what it found is stored and printed whatever comes then."""
+
+    def summarized(*args):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0)  # where Python would act on it
+        return summarize(*args)
+
+    monkeypatch.setattr("ridgeline.measure.load.run_load.summarize", summarized)
+    monkeypatch.setattr(sys, "argv", ["ridgeline", "load", server, "--rate", "50", "--requests", "5000",
+                                      "--output-len", "3", "--json"])  # fmt: skip
+    before, handler = stats(server)["requests"], signal.getsignal(signal.SIGINT)
+
+    def interrupt():
+        while stats(server)["requests"] < before + 25:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    first = threading.Thread(target=interrupt)
+    first.start()
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    first.join()
+    out, err = capsys.readouterr()
+    assert stop.value.code == 130
+    assert "stored as" in err
+    assert Result.from_json(out).status == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_workloads_as_written(tmp_path):

@@ -47,6 +47,20 @@ def filled(ours, options):
     return Loaded(loaded.call, state)
 
 
+def test_others_may_read_an_adapter(tmp_path):
+    """Its tensors have the permissions of any new file, as its config and whole models have."""
+    base("llama", tmp_path / "base")
+    model = load_checkpoint(tmp_path / "base")
+    options = {"rank": 2, "alpha": 4, "targets": ["q_proj"]}
+    loaded = filled(model, options)
+    save_lora(tmp_path / "adapter", model.spec, loaded.technique.model_dump(), loaded.state)
+    (tmp_path / "new").touch()
+    modes = {f.name: f.stat().st_mode for f in (tmp_path / "adapter").iterdir()}
+    assert modes == dict.fromkeys(
+        ("adapter_config.json", "adapter_model.safetensors"), (tmp_path / "new").stat().st_mode
+    )
+
+
 def logits(model, ids):
     with torch.no_grad():
         out = model(ids)

@@ -49,6 +49,14 @@ def test_the_best_weights_are_kept(tuned, checkpoint, chat):  # noqa: F811
     assert again["losses"] == result["losses"]
 
 
+def test_data_that_is_missing_is_found_before_a_directory_is_made(checkpoint, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    got = CliRunner().invoke(app, ["finetune", str(checkpoint), "--data", "nowhere.jsonl", "--out", str(out), *FAST])
+    assert isinstance(got.exception, UserError)
+    assert "data 'nowhere.jsonl' is neither a file nor a directory" in str(got.exception)
+    assert not out.exists()
+
+
 def test_going_on_from_the_adapter_and_merging_it(tuned, checkpoint, chat, tmp_path):  # noqa: F811
     out, result = tuned
     further = finetune(checkpoint, chat, tmp_path / "more", "--adapter", str(out), "--steps", "1", "--eval-every", "1")

@@ -33,7 +33,9 @@ def ablate(
     overrides: Overrides = None,
     data: Data = None,
     out: Annotated[Path | None, typer.Option(help="Directory of cells and results (default runs/NAME-ID).")] = None,
-    report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path("report.html"),
+    report: Annotated[
+        Path | None, typer.Option(help="Where to write the HTML report (default report.html beside the cells).")
+    ] = None,
     fresh: Annotated[bool, typer.Option(help="Measure again, ignoring the results of an earlier run.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Show what would be measured, with predictions, and stop.")] = False,
     json: Json = False,
@@ -43,7 +45,7 @@ def ablate(
     An interrupted ablation resumes when the same command is run again.
     """
     from ridgeline import experiments
-    from ridgeline.measure.ablate import ablation_key, require_local, run_ablation
+    from ridgeline.measure.ablate import ablation_key, require_measurable, run_ablation
     from ridgeline.report.console import AblationBar, print_ablation, print_plan_predictions
     from ridgeline.report.html import ablation_html
 
@@ -52,9 +54,9 @@ def ablate(
     if dry_run:
         _dry_run(spec, folder, json)
         return
-    for e in spec.plans.values():
-        require_local(e)
+    require_measurable(spec)
     require_writable("--out", folder)
+    report = report or folder / "report.html"
     require_writable("--report", file=report)
 
     def announce(predicted: dict[str, Result]) -> None:

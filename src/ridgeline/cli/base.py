@@ -211,6 +211,25 @@ def ctrl_c_between_steps() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, previous)
 
 
+@contextlib.contextmanager
+def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
+    """Note any Ctrl-C, and let none end the command: what an interrupted measurement found is summarized and stored
+    here. Yields whether there was one."""
+    import signal
+
+    noted = False
+
+    def note(*_: object) -> None:
+        nonlocal noted
+        noted = True
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 def require_package(package: str, extra: str = "serve") -> None:
     """Raises :class:`UserError` where a package of an extra is missing."""
     import importlib.util

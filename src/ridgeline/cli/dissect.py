@@ -49,9 +49,8 @@ def dissect(
 
     e = probed(lambda: load(file, plan, [*(overrides or []), *data_override(data)]))
     with Status(f"dissecting {e.name or e.model.name}") as status:
-        name = e.name or e.id
+        name = f"{e.name}-{e.id}" if e.name else e.id  # plans of several files may have one name
         require_writable("--out", out)
-        out.mkdir(parents=True, exist_ok=True)
         traces = out / f"{name}.measured.json", out / f"{name}.predicted.json"
         predicted, measured = run(e, traces[0], status.message)
     if e.is_training:

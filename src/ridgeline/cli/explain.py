@@ -29,3 +29,5 @@ def explain(
 
     found = run(experiment_from_options(ctx, model, on, task, with_, plan, given))
     print(js.dumps(as_dict(found))) if json else print_explanation(found)
+    if found.result.status == "infeasible":
+        raise typer.Exit(1)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import Json, app, command_line, keep, require_writable, say
+from ridgeline.cli.base import Json, app, command_line, ctrl_c_noted, keep, require_writable, say
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ridgeline.measure.load.endpoint import Endpoint
     from ridgeline.measure.load.prompts import Prompts
     from ridgeline.measure.load.run_load import Settings
@@ -80,30 +82,33 @@ def load(
     settings = Settings(warmup, timeout, prompt_source, run)
     if against is not None:
         other = find_endpoint(against, model, _api(api), key, ignore_eos, extra_fields(extra_body))
-        _side_by_side((endpoint, other), (url, against), loads, rounds, prompts, settings, records, report, json)
+        with ctrl_c_noted() as noted:
+            _side_by_side((endpoint, other), (url, against), loads, rounds, prompts, settings, records, report, json,
+                          noted)  # fmt: skip
         return
     done: list[Any] = []
-    for i, w in enumerate(loads):
-        with StepBar(label(endpoint.model, w), 0) as bar:
-            result, drive = measure_load(endpoint, w, prompts.at_rate(i), settings, progress=bar.message)
-        result.command = _command()
-        done.append((result, drive))
-        if drive.interrupted:
-            break
-    results: list[Result] = [r for r, _ in done]
-    keep(*results)  # before files, which may not be writable
-    if records:
-        write_records(records, [d for _, d in done])
-    if report:
-        from ridgeline.report.html import load_html
+    with ctrl_c_noted() as noted:
+        for i, w in enumerate(loads):
+            with StepBar(label(endpoint.model, w), 0) as bar:
+                result, drive = measure_load(endpoint, w, prompts.at_rate(i), settings, progress=bar.message)
+            result.command = _command()
+            done.append((result, drive))
+            if drive.interrupted or noted():
+                break
+        results: list[Result] = [r for r, _ in done]
+        keep(*results)  # before files, which may not be writable
+        if records:
+            write_records(records, [d for _, d in done])
+        if report:
+            from ridgeline.report.html import load_html
 
-        load_html(results, report)
-        say(f"report: {report}")
-    if json:
-        print("[" + ",\n".join(r.to_json() for r in results) + "]" if len(loads) > 1 else results[0].to_json())
-    else:
-        print_loads(results)
-    if results[-1].status == "interrupted":
+            load_html(results, report)
+            say(f"report: {report}")
+        if json:
+            print("[" + ",\n".join(r.to_json() for r in results) + "]" if len(loads) > 1 else results[0].to_json())
+        else:
+            print_loads(results)
+    if len(results) < len(loads) or results[-1].status == "interrupted":
         raise typer.Exit(130)
     if any(r.status != "ok" for r in results):
         raise typer.Exit(1)
@@ -111,7 +116,7 @@ def load(
 
 def _side_by_side(
     both: tuple[Endpoint, Endpoint], names: tuple[str, str], loads: list[Serve], rounds: int, prompts: Prompts,
-    settings: Settings, records: Path | None, report: Path | None, json: bool,
+    settings: Settings, records: Path | None, report: Path | None, json: bool, stop: Callable[[], bool],
 ) -> None:  # fmt: skip
     from ridgeline.measure.load.run_load import label, write_records
     from ridgeline.measure.load.side_by_side import compared, measure_both
@@ -122,7 +127,7 @@ def _side_by_side(
         raise UserError(f"--against compares two servers under one load, and --rate asks for {len(loads)}",
                         "give one rate")  # fmt: skip
     with StepBar(f"{label(both[0].model, loads[0])}, two servers", 0) as bar:
-        done = measure_both(*both, loads[0], prompts.at_rate, settings, rounds, bar.message)
+        done = measure_both(*both, loads[0], prompts.at_rate, settings, rounds, bar.message, stop)
     if not done:
         raise typer.Exit(130)
     found = compared(done, names)

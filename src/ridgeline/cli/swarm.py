@@ -254,9 +254,9 @@ def tune(
 ) -> None:
     """Train a soft prompt or low-rank updates through blocks that others serve; Ctrl-C saves what there is."""
     import torch
-    from safetensors.torch import save_file
 
     from ridgeline.data.batches import TextBatches, load_tokens, own_tokenizer
+    from ridgeline.nn.checkpoint.files import write_tensors
     from ridgeline.swarm.remote import RemoteModel
     from ridgeline.swarm.session import load_ends
 
@@ -281,7 +281,7 @@ def tune(
         except KeyboardInterrupt:
             say(f"interrupted after {step} steps")
         out.parent.mkdir(parents=True, exist_ok=True)
-        save_file(model.trained(), out)
+        write_tensors(out, model.trained())
         say(f"written to {out}")
     finally:
         client.close()

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ridgeline.nn.checkpoint.files import INDEX, SINGLE
+from ridgeline.nn.checkpoint.files import INDEX, SINGLE, write_tensors
 from ridgeline.nn.checkpoint.formats import Format
 from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
 from ridgeline.nn.checkpoint.hf_names import NamePair, joined, links_by_part
@@ -41,10 +40,10 @@ class Output:
     """
 
     def __init__(self, out: Path, identity: dict[str, Any], resume: bool) -> None:
-        self._umask = os.umask(0)
-        os.umask(self._umask)
         self.out, self.partial = out, out.with_name(out.name + ".partial")
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if out.exists() and not out.is_dir():
+            raise UserError(f"{out} is a file, not a directory", "give another directory with --out")
+        if out.exists() and any(out.iterdir()):
             raise UserError(f"{out} exists and is not empty", "give another directory with --out, or remove it")
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
         journal = self._journal()
@@ -91,11 +90,8 @@ class Output:
         """Write one part's tensors to a file of its own, then record it as done. Raises :class:`UserError` when the
         disk is full; finished parts are kept."""
         file = self.partial / f"part-{len(self.journal['parts']):05d}.safetensors"
-        draft = file.with_suffix(".draft")
         try:
-            save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, draft, metadata={"format": "pt"})
-            draft.chmod(0o666 & ~self._umask)  # the library creates files that only their owner can read
-            os.replace(draft, file)
+            write_tensors(file, tensors)
             size = sum(t.nbytes for t in tensors.values())
             self.journal["parts"][part] = {"file": file.name, "bytes": size, "tensors": sorted(tensors), **entry}
             with open(self.partial / _JOURNAL, "a", encoding="utf-8") as journal:
@@ -104,7 +100,6 @@ class Output:
                 journal.write(json.dumps({"part": part, **self.journal["parts"][part]}) + "\n")
         except (OSError, SafetensorError) as e:
             self.journal["parts"].pop(part, None)
-            draft.unlink(missing_ok=True)
             why = getattr(e, "strerror", None) or str(e)
             raise UserError(
                 f"cannot write {file}: {why}", "make room and run the same command again: it resumes with this block"

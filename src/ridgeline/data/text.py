@@ -29,10 +29,12 @@ def documents(source: str) -> Iterator[str]:
 
     Raises :class:`UserError` when there is nothing to read.
     """
-    if "," in source and not Path(source).expanduser().exists():  # several: one document of each in turn
-        parts = [documents(part.strip()) for part in source.split(",") if part.strip()]
-        yield from (text for row in zip_longest(*parts) for text in row if text is not None)
+    parts = _parts(source)
+    if len(parts) > 1:  # one document of each in turn
+        rows = zip_longest(*map(documents, parts))
+        yield from (text for row in rows for text in row if text is not None)
         return
+    (source,) = parts
     if source.startswith("hf:"):
         yield from _hugging_face(source[3:])
         return
@@ -44,13 +46,10 @@ def documents(source: str) -> Iterator[str]:
         skipped = {"site-packages", "test", "tests"}
         files = [p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts)]
     else:
-        root = Path(source).expanduser()
-        if root.is_file():
-            files = [root]
-        elif root.is_dir():
+        (root,) = paths_of(source)
+        files = [root]
+        if root.is_dir():
             files = [p for p in root.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()]
-        else:
-            raise UserError(f"data {source!r} is neither a file nor a directory", "give a path, `stdlib`, or hf:NAME")
     # Hash order mixes kinds of files, so that a prefix is a fair sample of the whole.
     files.sort(key=lambda p: hashlib.md5(str(p.relative_to(root) if p != root else p.name).encode()).digest())
     for path in files:
@@ -60,6 +59,29 @@ def documents(source: str) -> Iterator[str]:
             raise UserError(f"data {path} cannot be read: {e.strerror}") from None
         if text.strip():
             yield text
+
+
+def paths_of(source: str) -> list[Path]:
+    """The files and directories that a data source names, in its order; none of ``stdlib`` and ``hf:NAME``.
+
+    Raises :class:`UserError` for one that does not exist.
+    """
+    found = []
+    for part in _parts(source):
+        if part.startswith("hf:") or part in ("stdlib", *PARTS):
+            continue
+        path = Path(part).expanduser()
+        if not path.is_file() and not path.is_dir():
+            raise UserError(f"data {part!r} is neither a file nor a directory", "give a path, `stdlib`, or hf:NAME")
+        found.append(path)
+    return found
+
+
+def _parts(source: str) -> list[str]:
+    """The sources that a source lists with commas; else itself."""
+    if "," in source and not Path(source).expanduser().exists():
+        return [part.strip() for part in source.split(",") if part.strip()] or [source]
+    return [source]
 
 
 PARTS = ("stdlib-prose", "stdlib-code")

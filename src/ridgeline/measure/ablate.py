@@ -14,6 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ridgeline.data.inputs import input_state, require_text
+from ridgeline.data.text import paths_of
 from ridgeline.experiments import AblationSpec, to_toml
 from ridgeline.jobs.job import CellOptions, LaunchJob, Progress, TrainOptions, train_job
 from ridgeline.jobs.launch import JobFailed, run_job
@@ -54,7 +56,7 @@ def require_local(e: Experiment, launched: bool = False, backend: str = NATIVE) 
     ``launched``: a launcher starts the ranks, so that they may be on several machines like this one. ``backend``: the
     engine that trains; backends other than the native one decide themselves which techniques they support.
 
-    Raises :class:`Incompatible` otherwise.
+    Raises :class:`Incompatible` otherwise, and :class:`UserError` where text that the workload names is missing.
     """
     if e.cluster.device.name != "local":
         raise Incompatible(
@@ -75,6 +77,16 @@ def require_local(e: Experiment, launched: bool = False, backend: str = NATIVE) 
             f"engine {e.workload.engine!r} is predicted, and what would be measured is another",
             "leave `engine` out; `ridgeline predict` answers for other engines, `ridgeline load` measures them",
         )
+    if not launched:  # else ranks read it where they run
+        require_text(e.workload)
+
+
+def require_measurable(spec: AblationSpec) -> None:
+    """Raises what :func:`require_local` does, for every plan and the text of the warm start."""
+    for e in spec.plans.values():
+        require_local(e)
+    if spec.measure.warm_start and spec.measure.warm_start_data:
+        paths_of(spec.measure.warm_start_data)
 
 
 def run_ablation(
@@ -90,8 +102,7 @@ def run_ablation(
 
     A cell that dies is a recorded result. ``KeyboardInterrupt`` leaves finished cells for the next call.
     """
-    for e in spec.plans.values():
-        require_local(e)
+    require_measurable(spec)
     if announce:
         announce({name: predict(e) for name, e in spec.plans.items()})
     spec = warm_started(spec, folder, watch)
@@ -101,11 +112,13 @@ def run_ablation(
     cells = order(list(spec.plans), spec.measure.repeats)
     if fresh:
         forget(folder, spec)
-    busy = load_average()
+    busy, read = load_average(), [input_state(e.workload) for e in spec.plans.values()]
     with announced("ablation", spec.name, steps=len(cells)) as announce_cell:
         for done, cell in enumerate(cells):
             announce_cell({"step": done, "stage": f"{cell.plan} ({cell.repeat + 1})"})
             _measure_cell(spec, folder, cell, predicted[cell.plan], watch)
+    if read != [input_state(e.workload) for e in spec.plans.values()]:
+        raise UserError("the data changed while it was measured", "give the same command again")
     ablation = assemble(spec, folder, predicted, command)
     if noisy := [o.name for o in ablation.outcomes if o.too_noisy]:
         load = f" (load average {busy:.1f} at the start)" if busy is not None else ""
@@ -256,9 +269,14 @@ def ablation_key(spec: AblationSpec) -> str:
 
 
 def cell_file(folder: Path, spec: AblationSpec, cell: CellRef) -> Path:
-    """File of a cell's result: plan, experiment id and repeat."""
-    e = spec.plans[cell.plan]
-    return folder / "cells" / f"{cell.plan}-{e.id}-{cell.repeat}.json"
+    """File of a cell's result: plan, experiment and files that it reads, repeat, and whether memory is recorded."""
+    bare = "-bare" if cell.repeat == 0 and not spec.measure.memory else ""
+    return folder / "cells" / f"{cell.plan}-{cell_key(spec.plans[cell.plan])}-{cell.repeat}{bare}.json"
+
+
+def cell_key(e: Experiment) -> str:
+    """What a measurement is kept by: the experiment, and the state of the files that it reads."""
+    return "-".join(filter(None, (e.id, input_state(e.workload))))
 
 
 def forget(folder: Path, spec: AblationSpec) -> None:

@@ -62,6 +62,7 @@ def dissect(e: Experiment, trace: Path, progress: Progress) -> tuple[Result, Res
     """
     require_local(e)
     require_dissectible(e)
+    trace.parent.mkdir(parents=True, exist_ok=True)
     job = LaunchJob("dissect", e, DissectOptions(trace=str(trace.resolve())), ranks=e.world)
     try:
         measured = Result.model_validate(run_job(job, progress))

@@ -209,7 +209,7 @@ def print_result(result: Result) -> None:
     console = _out()
     if result.source == "predicted":
         fits = "fits" if result.status == "ok" else "does not fit"
-        first, *others = [result.reason] if result.reason else result.notes or [""]
+        first, *others = [*([result.reason] if result.reason else []), *result.notes] or [""]
         console.print("\n".join([f"{fits}: {first}", *(f"  {note}" for note in others), ""]), markup=False)
     console.print(to_rich(result, console.width))
 

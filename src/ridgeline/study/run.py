@@ -19,7 +19,7 @@ from ridgeline import catalog
 from ridgeline.jobs.job import DissectOptions, LaunchJob
 from ridgeline.jobs.launch import JobFailed, run_job
 from ridgeline.jobs.live import announced
-from ridgeline.measure.ablate import measure_plan, require_local, usable
+from ridgeline.measure.ablate import cell_key, measure_plan, require_local, usable
 from ridgeline.measure.bench import USED, merge_generation, with_device_use
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.merge import merge
@@ -204,7 +204,7 @@ def _measure_cell(place: PlannedCell, cell: StudyCell, e: Experiment, folder: Pa
         cell.measured_status, cell.measured_reason = "refused", error.what
         return
     profiled = bool(place.table.parts) and e.task != "compress"
-    file = folder / "cells" / f"{e.id}{'-dissected' if profiled else ''}.json"
+    file = folder / "cells" / f"{cell_key(e)}{'-dissected' if profiled else ''}.json"
     if file in measured_now or usable(file):
         r = Result.load(file)
     else:

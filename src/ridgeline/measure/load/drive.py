@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -46,8 +47,9 @@ def drive(
     """Send the requests at their arrival times whether or not earlier ones are answered; with ``concurrency``, keep
     that many in flight instead. ``warmup`` requests go before, one by one, and are not counted.
 
-    Ctrl-C ends it: requests in flight are dropped, others returned. Raises :class:`UserError` when the first request
-    of all is refused.
+    Ctrl-C ends it: requests in flight are dropped, others returned, and what handled it before does so again.
+
+    Raises :class:`UserError` when the first request of all is refused.
     """
     _raise_file_limit()
     with _quiet_memory():
@@ -66,8 +68,10 @@ class _Driver:
         self.loop = asyncio.get_running_loop()
         self.pool = ConnectionPool(self.endpoint.url, self.endpoint.headers, self.timeout)
         self.stop, self.news = asyncio.Event(), asyncio.Event()
-        with suppress(NotImplementedError, ValueError):  # only the main thread of a Unix process may listen
-            self.loop.add_signal_handler(signal.SIGINT, self.stop.set)
+        with _interrupts(lambda: self.loop.call_soon_threadsafe(self.stop.set)):
+            return await self._drive(warmup)
+
+    async def _drive(self, warmup: int) -> Drive:
         for i in range(warmup):
             await self._warm(i)
         watch = self.loop.create_task(self._watch())
@@ -158,6 +162,19 @@ class _Driver:
             self.pool.expire(self.loop.time())
             note = f"{len(self.pool.in_flight)} under way" + (f", {self.failed} failed" if self.failed else "")
             self.progress({"step": self.finished, "steps": len(self.arrivals), "stage": note})
+
+
+@contextmanager
+def _interrupts(then: Callable[[], object]) -> Iterator[None]:
+    """Ctrl-C calls ``then``, and afterwards what it did before: asyncio's own handlers leave Python's default."""
+    if threading.current_thread() is not threading.main_thread():  # others may not listen
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, lambda *_: then())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _raise_file_limit() -> None:

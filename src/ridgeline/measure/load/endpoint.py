@@ -121,7 +121,8 @@ def refused(where: str, status: int, message: str) -> UserError:
         401: "give the server's key with --key, or in OPENAI_API_KEY",
         403: "give a key that may do this, with --key or in OPENAI_API_KEY",
         404: "check the address and --model; `--api chat` posts to /v1/chat/completions",
-        400: "`--no-ignore-eos` leaves out fields that OpenAI's own API lacks; --vocab-size bounds token ids",
+        400: "--input-len and --output-len bound a request's tokens, --vocab-size their ids; `--no-ignore-eos` leaves"
+        " out fields that OpenAI's own API lacks",
         422: "`--no-ignore-eos` leaves out fields that OpenAI's own API lacks; --data sends text instead of token ids",
         500: "see the server's log; if it takes no token ids (llama-cpp-python), --data stdlib sends text",
         503: "the server is not ready or full: try again later",

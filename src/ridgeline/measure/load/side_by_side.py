@@ -22,19 +22,21 @@ Round = tuple[tuple[Result, Drive], tuple[Result, Drive]]
 
 def measure_both(
     a: Endpoint, b: Endpoint, w: Serve, prompts: Callable[[int], Prompts], settings: Settings, rounds: int,
-    progress: Progress = lambda _: None,
+    progress: Progress = lambda _: None, stop: Callable[[], bool] = lambda: False,
 ) -> list[Round]:  # fmt: skip
     """``rounds`` times the load on both; who comes first alternates. ``prompts(i)``: those of round i, which both get.
-    Ends early after an interruption."""
+    Ends early after an interruption, and between two loads when ``stop()`` is true."""
     done: list[Round] = []
     for i in range(rounds):
         order = (a, b) if i % 2 == 0 else (b, a)
         found: dict[int, tuple[Result, Drive]] = {}
         for endpoint in order:
             found[id(endpoint)] = measure_load(endpoint, w, prompts(i), settings, progress=progress)
-            if found[id(endpoint)][1].interrupted:
+            if found[id(endpoint)][1].interrupted or (stop() and len(found) == 1):
                 return done
         done.append((found[id(a)], found[id(b)]))
+        if stop():
+            break
     return done
 
 

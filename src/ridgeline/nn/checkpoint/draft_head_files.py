@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from ridgeline.nn.checkpoint.files import write_tensors
 from ridgeline.nn.model.draft_head import DraftHead
 from ridgeline.spec.draft_head import CONFIG, FORMAT, TENSORS, head_spec, read_head_spec
 from ridgeline.spec.errors import UserError
@@ -21,9 +22,7 @@ def save_head(folder: Path, spec: ModelSpec, state: Mapping[str, Tensor], base: 
     """Write the head of a model of ``spec``: ``state`` is that of a :class:`DraftHead`. ``base``: the model's
     checkpoint, for the reader."""
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{TENSORS}.partial"
-    save_file({n: t.detach().cpu().contiguous() for n, t in state.items()}, part)
-    part.replace(folder / TENSORS)
+    write_tensors(folder / TENSORS, state)
     about = {"format": FORMAT, "base": base, "layer": head_spec(spec).model_dump(mode="json")}
     part = folder / f".{CONFIG}.partial"
     part.write_text(json.dumps(about, indent=2), encoding="utf-8")

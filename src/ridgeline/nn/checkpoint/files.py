@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ridgeline.nn.checkpoint.formats import Format, reader
@@ -42,6 +44,23 @@ def config_dtype(path: Path) -> torch.dtype:
     config = read_config(path)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), None)
     return dtype if dtype in DTYPES else torch.float32
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file that appears whole, with the permissions of any new file.
+
+    Raises :class:`OSError` or :class:`SafetensorError` when there is no room.
+    """
+    draft = file.with_name(f".{file.name}.partial")
+    try:
+        draft.unlink(missing_ok=True)
+        draft.touch()
+        mode = draft.stat().st_mode
+        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, draft, metadata={"format": "pt"})
+        draft.chmod(mode)  # the library lets the owner alone read its files
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def first_missing(file: Path) -> str | None:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from ridgeline.nn.checkpoint.files import write_tensors
 from ridgeline.nn.checkpoint.hf_names import links, spellings
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.families.family import Part
@@ -306,12 +307,11 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, folder / TENSORS,
-                  metadata={"format": "pt"})  # fmt: skip
+        write_tensors(folder / TENSORS, tensors)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except OSError as e:
+    except (OSError, SafetensorError) as e:
         raise UserError(
-            f"cannot write {folder}: {e.strerror or e}", "check the free space and the permissions"
+            f"cannot write {folder}: {getattr(e, 'strerror', None) or e}", "check the free space and the permissions"
         ) from None
 
 

@@ -327,11 +327,9 @@ class _Stored:
         return {n: {k.partition("/")[2]: v for k, v in flat.items() if k.startswith(f"{n}/")} for n in layers}
 
     def save(self, found: dict[str, dict[str, Tensor]]) -> None:
-        """Write it under another name first."""
-        from safetensors.torch import save_file
+        """Write it; readers never see a part."""
+        from ridgeline.nn.checkpoint.files import write_tensors
 
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.file.with_suffix(".tmp")
-        flat = {f"{n}/{k}": v.detach().contiguous() for n, tensors in found.items() for k, v in tensors.items()}
-        save_file(flat, unfinished)
-        unfinished.replace(self.file)
+        flat = {f"{n}/{k}": v for n, tensors in found.items() for k, v in tensors.items()}
+        write_tensors(self.file, flat)
