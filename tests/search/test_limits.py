@@ -9,12 +9,14 @@ from itertools import product
 import pytest
 
 from ridgeline import catalog
-from ridgeline.predict.quick import least_bytes, prepare, quick, split
+from ridgeline.predict.quick import computation, least_bytes, prepare, quick, split
 from ridgeline.search import Question, search
 from ridgeline.search.least_memory import LeastMemory, held_parameters
 from ridgeline.search.space import beside, candidate, refusal, slots, splits_batch, with_open_options
 from ridgeline.search.why import _looser, closest_miss
+from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import FineTune, Pretrain
+from ridgeline.techniques.registry import techniques_of
 
 FEW = frozenset({"tensor_parallel", "recompute", "flash_attention", "mixed_precision", "data_parallel", "zero",
                  "zero_infinity", "activation_offload"})  # fmt: skip
@@ -164,3 +166,37 @@ def test_a_limit_on_time_bounds_the_search_for_another_goal(goal, predicted):
     missed = search(replace(q, slo={"step_time_s": 0.5 * seconds}), workers=1)
     assert not missed.best
     assert closest_miss(missed)[0].metrics == fastest.metrics
+
+
+def test_a_limit_on_time_that_no_plan_keeps_is_missed_by_a_plan_that_fits():
+    """On the most devices, where fewer have no room for the model."""
+    q = question("cost", "8xh100-sxm", Pretrain(seq_len=4096, batch_size=64), slo={"step_time_s": 0.5},
+                 only=FEW - {"zero_infinity", "activation_offload"})  # fmt: skip
+    answer = search(q, workers=1)
+    assert not answer.best
+    near, misses = closest_miss(answer)
+    assert near.quick.fits
+    assert near.experiment.cluster.size == 8
+    assert misses.startswith("step_time_s")
+
+
+@pytest.mark.parametrize("goal", ["cost", "memory"])
+def test_a_limit_on_the_mean_time_of_steps_that_grow_is_kept(goal):
+    """Also where a step of full length takes longer than the limit."""
+    model = catalog.model("llama2-7b").model_copy(update={"num_layers": 2, "max_positions": 65536})
+    fixed = Plan(calls=[Call(name="growlength")])
+    q = Question(model, catalog.cluster("2xh100-sxm"), Pretrain(batch_size=2, seq_len=65536), fixed=fixed,
+                 only=frozenset({"flash_attention", "mixed_precision", "data_parallel", "zero"}))  # fmt: skip
+    fastest = search(q, workers=1).best[0]
+    full = computation(fastest.experiment, techniques_of(Plan(calls=fastest.experiment.plan.calls[:-1])))
+    seconds = fastest.metrics["step_time_s"]
+    assert fastest.experiment.plan.calls[-1].name == "growlength"
+    assert full > 1.01 * seconds
+    kept = search(replace(q, goal=goal, slo={"step_time_s": 1.01 * seconds}), workers=1)
+    assert kept.best[0].metrics["step_time_s"] <= 1.01 * seconds
+
+
+def test_a_limit_on_the_rate_of_an_open_batch_is_kept():
+    q = question("cost", workload=Pretrain(seq_len=2048))
+    free, limited = (search(replace(q, slo=slo), workers=1) for slo in ({}, {"tokens_per_s": 1.0}))
+    assert limited.best[0].key == free.best[0].key

@@ -176,6 +176,11 @@ def computation(e: Experiment, techniques: list[Technique]) -> float:
 
     ``techniques`` may leave out what splits and places; the experiment need not be feasible.
     """
+    return sum(share * _spread(part, techniques) for share, part in segments(e, techniques))
+
+
+def _spread(e: Experiment, techniques: list[Technique]) -> float:
+    """:func:`computation` of one segment of a run."""
     cluster = rank_cluster(e)
     g = rewritten(training_graph(e), e, techniques)
     once = min(_computation(g, part) for part in cluster.parts or (cluster,))

@@ -200,10 +200,10 @@ class Found:
             if self._is_far(t):
                 return
         if all(o.key != t.key for o in self.nearest):
-            self.nearest = sorted([*self.nearest, t], key=_miss)[:KEPT]
+            self.nearest = sorted([*self.nearest, t], key=miss)[:KEPT]
 
     def _is_far(self, t: Tried) -> bool:
-        return len(self.nearest) == KEPT and _miss(self.nearest[-1]) <= _miss(t)
+        return len(self.nearest) == KEPT and miss(self.nearest[-1]) <= miss(t)
 
     def merge(self, other: Found) -> None:
         """Merge what another part found."""
@@ -241,7 +241,8 @@ class Answer:
         return answers
 
 
-def _miss(t: Tried) -> tuple[bool, float, int]:
+def miss(t: Tried) -> tuple[bool, float, int]:
+    """By how much an infeasible plan misses: what does not fit misses by more than any limit."""
     fits = t.quick.fits  # host memory may be what is missing
     return not fits, t.excess if fits else max(t.over, 1.0), len(t.names)
 

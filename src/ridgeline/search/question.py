@@ -115,12 +115,13 @@ class Question:
 
     @property
     def longest(self) -> float:
-        """Seconds of a training step above which it breaks a limit; infinite without limits on its time or rate."""
+        """Seconds of a training step above which it breaks a limit; infinite without limits on its time or rate, or
+        where the rate leaves the time open: the batch is one sequence per data-parallel rank."""
         w = self.workload
         if not isinstance(w, Training):
             return math.inf
         rate = self.slo.get("tokens_per_s", 0.0)
-        by_rate = (w.batch_size or 0) * w.seq_len / rate if rate else math.inf
+        by_rate = w.batch_size * w.seq_len / rate if rate and w.batch_size else math.inf
         return min(self.slo.get("step_time_s", math.inf), by_rate)
 
     def weight(self, cluster: Cluster) -> float:

@@ -20,7 +20,7 @@ from multiprocessing import get_context
 
 from ridgeline.predict.quick import quick
 from ridgeline.search.expand import SLACK, Expansion, judge, ranked
-from ridgeline.search.found import KEPT, Answer, Found, Tried, count_nodes, order, share
+from ridgeline.search.found import KEPT, Answer, Found, Tried, count_nodes, miss, order, share
 from ridgeline.search.nodes import Shape, in_order, nodes
 from ridgeline.search.question import Question
 from ridgeline.search.settle import settle
@@ -122,7 +122,7 @@ def _beyond_time(q: Question, workers: int, progress: Progress | None) -> Answer
         if fastest.best:
             return None
         found.append(replace(fastest, question=q))
-    return min(found, key=lambda a: a.found.nearest[0].excess if a.found.nearest else math.inf)
+    return min(found, key=lambda a: miss(a.found.nearest[0]) if a.found.nearest else (True, math.inf, 0))
 
 
 def _by_offload(q: Question, spaces: list[Slots]) -> list[list[Slots]]:
