@@ -1,5 +1,6 @@
 """The load generator against a server of known latency, in another process: what it sends, counts, times and says."""
 
+import asyncio
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import pytest
 
 from ridgeline import cli
 from ridgeline.measure.load.ask import make_prompts, workloads
-from ridgeline.measure.load.drive import drive
+from ridgeline.measure.load.drive import _Driver, drive
 from ridgeline.measure.load.endpoint import Endpoint, find_endpoint, refused
 from ridgeline.measure.load.prompts import RandomIds
 from ridgeline.measure.load.run_load import measure_load
@@ -367,6 +368,31 @@ def test_ctrl_c_again_while_the_result_is_summarized(server, monkeypatch, capsys
     assert "stored as" in err
     assert Result.from_json(out).status == "interrupted"
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("more", [["--rate", "50,60"], ["--rate", "50", "--against", "SERVER", "--rounds", "2"]])
+def test_ctrl_c_in_a_later_warm_up_keeps_what_was_measured_before(more, server, monkeypatch, capsys):
+    """Of the load that had not begun there is nothing."""
+    warm, whole = _Driver._warm, 1 if "50,60" in more else 2
+
+    async def interrupted(self, i):
+        begun.append(self)
+        if len(begun) > whole:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(0)
+        await warm(self, i)
+
+    begun: list[_Driver] = []
+    monkeypatch.setattr(_Driver, "_warm", interrupted)
+    asked = [server if part == "SERVER" else part for part in more]
+    monkeypatch.setattr(sys, "argv", ["ridgeline", "load", server, *asked, "--requests", "3", "--warmup", "1",
+                                      "--output-len", "2", "--json"])  # fmt: skip
+    before = len(Store().list(limit=None))
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 130
+    assert len(Store().list(limit=None)) == before + whole
+    assert json.loads(capsys.readouterr().out)
 
 
 def test_workloads_as_written(tmp_path):

@@ -89,8 +89,13 @@ def load(
     done: list[Any] = []
     with ctrl_c_noted() as noted:
         for i, w in enumerate(loads):
-            with StepBar(label(endpoint.model, w), 0) as bar:
-                result, drive = measure_load(endpoint, w, prompts.at_rate(i), settings, progress=bar.message)
+            try:
+                with StepBar(label(endpoint.model, w), 0) as bar:
+                    result, drive = measure_load(endpoint, w, prompts.at_rate(i), settings, progress=bar.message)
+            except KeyboardInterrupt:  # in its warm-up: there is nothing of it
+                if not done:
+                    raise
+                break
             result.command = _command()
             done.append((result, drive))
             if drive.interrupted or noted():

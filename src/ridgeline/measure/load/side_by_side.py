@@ -31,7 +31,10 @@ def measure_both(
         order = (a, b) if i % 2 == 0 else (b, a)
         found: dict[int, tuple[Result, Drive]] = {}
         for endpoint in order:
-            found[id(endpoint)] = measure_load(endpoint, w, prompts(i), settings, progress=progress)
+            try:
+                found[id(endpoint)] = measure_load(endpoint, w, prompts(i), settings, progress=progress)
+            except KeyboardInterrupt:  # in the warm-up
+                return done
             if found[id(endpoint)][1].interrupted or (stop() and len(found) == 1):
                 return done
         done.append((found[id(a)], found[id(b)]))
