@@ -13,13 +13,25 @@ from tests.training import MODEL, experiment
 from ridgeline import catalog, cli
 from ridgeline.experiments import load_ablation
 from ridgeline.jobs.job import CellOptions, RankContext
-from ridgeline.measure.ablate import cell_file, forget, order, profile_note, require_local, run_ablation, warm_started
+from ridgeline.measure.ablate import (
+    cell_file,
+    cell_key,
+    forget,
+    order,
+    profile_note,
+    require_local,
+    run_ablation,
+    warm_started,
+)
 from ridgeline.measure.cells.training_cell import training_cell
 from ridgeline.measure.merge import merge, sameness
 from ridgeline.spec.ablation import Ablation, CellRef, Outcome
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.result import Metric, Result
+from ridgeline.spec.workload import Generate
 from ridgeline.techniques.matrix import CPU
 
 TOKENS = 4 * 16
@@ -186,6 +198,18 @@ def test_text_of_a_warm_start_that_is_missing_is_found_before_predictions(spec, 
     with pytest.raises(UserError, match="data 'nowhere'"):
         run_ablation(spec.model_copy(update={"measure": measure}), tmp_path / "out", announce=pytest.fail)
     assert not (tmp_path / "out").exists()
+
+
+def test_cells_of_a_draft_model_that_changed_are_others(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"1")
+    call = Call(name="speculative", options={"draft": str(tmp_path)})
+    model, cluster = catalog.model("llama2-7b"), catalog.cluster("h100-sxm")
+    e = Experiment(model=model, cluster=cluster, workload=Generate(), plan=Plan(calls=(call,)))
+    first = cell_key(e)
+    assert cell_key(e) == first
+    weights.write_bytes(b"12")
+    assert cell_key(e) != first
 
 
 def test_cells_of_data_that_changed_are_others(spec, corpus, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ def require_text(workload: Any) -> None:
         paths_of(source)
 
 
-def input_state(workload: Any) -> str:
-    """A hash of name, size and time of change of every file that ``workload`` reads; empty where it reads none.
+def input_state(workload: Any, beside: Iterable[Path] = ()) -> str:
+    """A hash of name, size and time of change of every file that ``workload`` reads, and of the files and directories
+    ``beside``; empty where there are none.
 
     Contents are not read: a file that was written again is another one.
     """
     named = [p for source in _texts(workload) for p in paths_of(source)]
     named += [Path(p) for name in ("checkpoint", "tokenizer", "trace") if (p := getattr(workload, name, None))]
+    named += beside
     digest = hashlib.sha256()
     for file in (f for path in named for f in _files(path)):
         about = file.stat()

@@ -33,7 +33,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
 from ridgeline.spec.scheduling import OWN
 from ridgeline.spec.workload import Compress, Pretrain, Serve, Training
-from ridgeline.techniques.registry import require_runnable
+from ridgeline.techniques.registry import require_runnable, techniques_of
 
 Watch = Callable[[CellRef, dict[str, Any]], None]
 FAR = 2.0
@@ -112,12 +112,12 @@ def run_ablation(
     cells = order(list(spec.plans), spec.measure.repeats)
     if fresh:
         forget(folder, spec)
-    busy, read = load_average(), [input_state(e.workload) for e in spec.plans.values()]
+    busy, read = load_average(), [_read_state(e) for e in spec.plans.values()]
     with announced("ablation", spec.name, steps=len(cells)) as announce_cell:
         for done, cell in enumerate(cells):
             announce_cell({"step": done, "stage": f"{cell.plan} ({cell.repeat + 1})"})
             _measure_cell(spec, folder, cell, predicted[cell.plan], watch)
-    if read != [input_state(e.workload) for e in spec.plans.values()]:
+    if read != [_read_state(e) for e in spec.plans.values()]:
         raise UserError("the data changed while it was measured", "give the same command again")
     ablation = assemble(spec, folder, predicted, command)
     if noisy := [o.name for o in ablation.outcomes if o.too_noisy]:
@@ -276,7 +276,12 @@ def cell_file(folder: Path, spec: AblationSpec, cell: CellRef) -> Path:
 
 def cell_key(e: Experiment) -> str:
     """What a measurement is kept by: the experiment, and the state of the files that it reads."""
-    return "-".join(filter(None, (e.id, input_state(e.workload))))
+    return "-".join(filter(None, (e.id, _read_state(e))))
+
+
+def _read_state(e: Experiment) -> str:
+    """State of the files that its workload and its techniques read."""
+    return input_state(e.workload, [path for t in techniques_of(e.plan) for path in t.reads()])
 
 
 def forget(folder: Path, spec: AblationSpec) -> None:

@@ -21,6 +21,8 @@ from ridgeline.spec.result import Result
 from ridgeline.techniques.parts import Part
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from ridgeline.graph.graph import Graph
@@ -252,6 +254,10 @@ class Technique(BaseModel):
     def resized(self, spec: ModelSpec) -> ModelSpec:
         """The model that results from ``spec``, if it makes it smaller."""
         return spec
+
+    def reads(self) -> tuple[Path, ...]:
+        """Files and directories that a run with it reads, beside those of the workload."""
+        return ()
 
     def groups_experts(self, e: Experiment) -> bool:
         """Whether our engine can compute all experts of a layer at once as the technique stores them: alike, and in

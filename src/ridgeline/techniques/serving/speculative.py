@@ -62,6 +62,10 @@ class Speculative(Technique):
         """Whether a head drafts."""
         return bool(self.draft) and is_head(Path(self.draft))
 
+    def reads(self) -> tuple[Path, ...]:
+        """The draft model or head."""
+        return (Path(self.draft),) if self.draft else ()
+
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """None: what drafts save depends on the text, which cannot be predicted."""
