@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Context without searches for garbage, of which imports make none: each full one goes through all modules so far.
+    """Context without garbage collection: imports leave no garbage, and each full collection visits all modules so far.
 
     PyTorch and what a trainer needs of it take a fifth less time to import.
     """

@@ -44,8 +44,9 @@ class Expansion:
         self.most = max(part.device.memory_bytes for part in base.cluster.parts or (base.cluster,))
         self.everything = q.goal == "memory"
         """Whether no plan is left out for being slower than another."""
-        # Where faster plans are better, they also bound what misses the limit.
+        # Where faster plans are better, the fastest bounds what misses the limit, too.
         self.longest = q.longest * q.weight(base.cluster) if q.goal in ("cost", "memory") else math.inf
+        """Weighed seconds of a step above which it breaks a limit."""
         self.tight = False
         """Whether activations were too large in any prediction."""
 
@@ -167,7 +168,7 @@ class Expansion:
                 continue
             e, techniques = candidate(self.base, node.chosen + stages + placement, node.micro)
             refused = refusal((e, techniques))
-            if not refused and offloads(placement) and not q.training:  # how much is placed where the predictor decides
+            if not refused and offloads(placement) and not q.training:  # the predictor decides how much goes where
                 e, techniques, refused = with_open_options(e, techniques)
             if refused:
                 found.refuse(refused, 1)

@@ -22,7 +22,7 @@ from ridgeline.nn.model.rotary import Rotary
 
 
 def tensors_in(*nested: Any) -> list[torch.Tensor]:
-    """The tensors of an operator's arguments or results, in order: a fraction of the time of PyTorch's trees."""
+    """The tensors of an operator's arguments or results, in order, in a fraction of the time of PyTorch's pytree."""
     found: list[torch.Tensor] = []
     for x in nested:
         if isinstance(x, torch.Tensor):
