@@ -15,6 +15,7 @@ from ridgeline.search.expand import ranked
 from ridgeline.search.least_memory import LeastMemory, held_parameters
 from ridgeline.search.space import beside, candidate, refusal, slots, splits_batch, with_open_options
 from ridgeline.search.why import _looser, closest_miss
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import FineTune, Pretrain
 from ridgeline.techniques.registry import techniques_of
@@ -202,3 +203,9 @@ def test_a_limit_on_the_rate_of_an_open_batch_is_kept():
     q = question("cost", workload=Pretrain(seq_len=2048))
     free, limited = (search(replace(q, slo=slo), workers=1) for slo in ({}, {"tokens_per_s": 1.0}))
     assert limited.best[0].key == free.best[0].key
+
+
+@pytest.mark.parametrize("slo", [{}, {"step_time_s": 0.01}], ids=["no limit", "a limit that no plan keeps"])
+def test_cost_needs_a_price(slo):
+    with pytest.raises(UserError, match="needs dollars_per_million_tokens, which is not predicted for h20"):
+        search(question("cost", "4xh20", slo=slo), workers=1)

@@ -212,9 +212,7 @@ def judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:
         found.infeasible(Tried(e, timed, math.inf))
         return False
     missed = q.misses(timed.metrics)
-    if q.metric not in timed.metrics:
-        raise UserError(f"goal {q.goal!r} needs {q.metric}, which is not predicted for {e.cluster.device.name}",
-                        "give the device a price_per_hour, or choose another goal")  # fmt: skip
+    require_metric(q, e, timed)
     t = ranked(q, e, timed, missed)
     if missed:
         found.count("missed", 1)
@@ -223,6 +221,13 @@ def judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:
         found.count("feasible", 1)
         found.feasible(t)
     return not missed
+
+
+def require_metric(q: Question, e: Experiment, timed: Quick) -> None:
+    """Raise :class:`UserError` where what the goal ranks by is not predicted."""
+    if q.metric not in timed.metrics:
+        raise UserError(f"goal {q.goal!r} needs {q.metric}, which is not predicted for {e.cluster.device.name}",
+                        "give the device a price_per_hour, or choose another goal")  # fmt: skip
 
 
 def ranked(q: Question, e: Experiment, timed: Quick, missed: list[str] | None = None) -> Tried:

@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing import get_context
 
 from ridgeline.predict.quick import quick
-from ridgeline.search.expand import SLACK, Expansion, judge, ranked
+from ridgeline.search.expand import SLACK, Expansion, judge, ranked, require_metric
 from ridgeline.search.found import KEPT, Answer, Found, Tried, count_nodes, miss, order, share
 from ridgeline.search.nodes import Shape, in_order, nodes
 from ridgeline.search.question import Question
@@ -121,6 +121,9 @@ def _beyond_time(q: Question, workers: int, progress: Progress | None) -> Answer
         fastest = _search(replace(q, goal="throughput", cluster=cluster), workers, progress, first_feasible=True)
         if fastest.best:
             return None
+        for t in fastest.found.nearest:
+            if t.quick.fits:
+                require_metric(q, t.experiment, t.quick)
         found.append(replace(fastest, question=q))
     return min(found, key=lambda a: miss(a.found.nearest[0]) if a.found.nearest else (True, math.inf, 0))
 
