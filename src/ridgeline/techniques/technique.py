@@ -310,6 +310,15 @@ class Technique(BaseModel):
             raise Incompatible(f"{self.card.name}: {why}", fix)
 
 
+class SchedulingTechnique(Technique):
+    """A technique that only changes how an engine schedules requests or chooses tokens: :meth:`Technique.scheduling`
+    tells the real engine and the simulated one. Times of operators with it are those without it."""
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """No change to operators."""
+        return g
+
+
 def nearest_divisor(size: int, degree: int) -> int:
     """The divisor of ``size`` that is closest to ``degree``; of two, the smaller."""
     return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - degree), d))

@@ -35,7 +35,7 @@ from ridgeline.spec.scheduling import (
 )
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import as_in_engines
-from ridgeline.techniques.technique import Technique
+from ridgeline.techniques.technique import SchedulingTechnique, Technique
 
 GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
         12288, 16384, 32768, 65536, 131072)  # fmt: skip
@@ -156,16 +156,20 @@ class Parts:
 
 
 _parts: list[tuple[Device, tuple[Hashable, ...], Parts]] = []
-_MOST_PARTS = 32
+_MOST_PARTS = 128
+"""As many as a search tries in turn of the layers that stay on the device, beside each way to schedule requests."""
 
 
 def parts_of(e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> Parts:
-    """The :class:`Parts` of an inference experiment, cached for others that differ only in their workload."""
+    """The :class:`Parts` of an inference experiment, cached for others that differ only in their workload, or in how
+    requests are scheduled."""
+    techniques = [t for t in techniques if not isinstance(t, SchedulingTechnique)]
     device = cluster.device
     mesh = (tuple(e.parallel.items()), cluster.devices_per_node, cluster.nodes)
-    key = (e.model, tuple(e.plan.strings()), mesh, e.dtype, engine)
-    for known_device, known_key, parts in _parts:
+    key = (tuple(techniques), mesh, e.dtype, engine, e.model)
+    for i, (known_device, known_key, parts) in enumerate(_parts):
         if known_device is device and known_key == key:
+            _parts.insert(0, _parts.pop(i))
             return parts
     parts = Parts(e, techniques, cluster, engine)
     _parts.insert(0, (device, key, parts))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ridgeline.graph.graph import Graph
-from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.technique import Card, Phase, Technique
+from ridgeline.techniques.technique import Card, Phase, SchedulingTechnique
 
 if TYPE_CHECKING:
     from ridgeline.spec.scheduling import Scheduling
 
 
-class ChunkedPrefill(Technique):
+class ChunkedPrefill(SchedulingTechnique):
     """Process a long prompt in chunks that fill what decoding sequences leave of an iteration's token budget (Sarathi),
     so that decoding never waits for a whole prompt. Without it, a prompt is computed in one iteration."""
 
@@ -28,10 +26,6 @@ class ChunkedPrefill(Technique):
         default_in=frozenset({"serve"}),
     )
     phase: ClassVar[Phase] = "loop"
-
-    def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """No change to operators; the simulated scheduler accounts for it."""
-        return g
 
     def scheduling(self, s: Scheduling) -> None:
         """Allow an iteration to compute part of a prompt."""

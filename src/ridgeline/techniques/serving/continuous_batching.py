@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ridgeline.graph.graph import Graph
-from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.technique import Card, Phase, Technique
+from ridgeline.techniques.technique import Card, Phase, SchedulingTechnique
 
 if TYPE_CHECKING:
     from ridgeline.spec.scheduling import Scheduling
 
 
-class ContinuousBatching(Technique):
+class ContinuousBatching(SchedulingTechnique):
     """Let requests join and leave the batch at every iteration (Orca). Without it, a batch runs until its last request
     ends."""
 
@@ -28,10 +26,6 @@ class ContinuousBatching(Technique):
         default_in=frozenset({"serve"}),
     )
     phase: ClassVar[Phase] = "loop"
-
-    def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """No change to operators; the simulated scheduler accounts for it."""
-        return g
 
     def scheduling(self, s: Scheduling) -> None:
         """Admit requests while others are running."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ridgeline.graph.graph import Graph
-from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.technique import Card, Phase, Technique
+from ridgeline.techniques.technique import Card, Phase, SchedulingTechnique
 
 if TYPE_CHECKING:
     from ridgeline.runtime.serve_build import ServeBuild
     from ridgeline.spec.scheduling import Scheduling
 
 
-class HierarchicalSearch(Technique):
+class HierarchicalSearch(SchedulingTechnique):
     """Choose tokens and beams by groups of the vocabulary first: exact, and most logits are read only once
     (LightSeq)."""
 
@@ -28,10 +26,6 @@ class HierarchicalSearch(Technique):
         default_in=frozenset({"serve"}),
     )
     phase: ClassVar[Phase] = "loop"
-
-    def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """No change to operators; the simulated engine reads the logits fewer times."""
-        return g
 
     def scheduling(self, s: Scheduling) -> None:
         """One pass over the logits finds the groups' maxima; the cost of the few groups that are searched is

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from ridgeline.graph.graph import Graph
 from ridgeline.runtime.partition import cheapest_runs
-from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.technique import Card, Phase, Technique
+from ridgeline.techniques.technique import Card, Phase, SchedulingTechnique
 
 if TYPE_CHECKING:
     from ridgeline.spec.scheduling import Cost, Scheduling
 
 
-class LengthDP(Technique):
+class LengthDP(SchedulingTechnique):
     """Divide the queue into batches of similar length to minimize the cost of padding (TurboTransformers): of all
     partitions, the one with the smallest sum of batch times, which are measured once when the engine starts. Every
     batch of a queue is served before requests that arrive later. Only padded batches benefit: packed ones have no
@@ -33,10 +31,6 @@ class LengthDP(Technique):
         conflicts={"packed_rows": "the batches of {other} have no pads that another order of the queue could save"},
     )
     phase: ClassVar[Phase] = "loop"
-
-    def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """No change to operators: only the order of the queue."""
-        return g
 
     def scheduling(self, s: Scheduling) -> None:
         """Divide the queue into batches."""

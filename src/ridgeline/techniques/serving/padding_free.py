@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ridgeline.graph.graph import Graph
-from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.technique import Card, Phase, Technique
+from ridgeline.techniques.technique import Card, Phase, SchedulingTechnique
 
 if TYPE_CHECKING:
     from ridgeline.spec.scheduling import Scheduling
 
 
-class PaddingFree(Technique):
+class PaddingFree(SchedulingTechnique):
     """Compute only the tokens of a batch: sequences are packed one after another into one row, and attention processes
     each separately (ByteTransformer). Without it, each is padded to the longest of its batch, and padding is
     computed."""
@@ -30,10 +28,6 @@ class PaddingFree(Technique):
         validated=frozenset({"serve"}),
     )
     phase: ClassVar[Phase] = "loop"
-
-    def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """No change to operators; the simulated scheduler accounts for it. Engines other than our own always pack."""
-        return g
 
     def scheduling(self, s: Scheduling) -> None:
         """Make the rows of a step equal to its tokens."""

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Graph
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.technique import Card, Phase, Technique
+from ridgeline.techniques.technique import Card, Phase, SchedulingTechnique, Technique
 
 if TYPE_CHECKING:
     from ridgeline.spec.scheduling import Scheduling
 
 
-class PagedKV(Technique):
+class PagedKV(SchedulingTechnique):
     """Allocate cache blocks as a sequence grows, and let equal prefixes and forks share them (vLLM). Without it, every
     sequence reserves the memory of its longest possible output when it starts."""
 
@@ -40,10 +39,6 @@ class PagedKV(Technique):
     def choices(cls, e: Experiment) -> list[Technique]:
         """The default block size."""
         return [cls()]
-
-    def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """No change to operators; the simulated scheduler accounts for it."""
-        return g
 
     def scheduling(self, s: Scheduling) -> None:
         """Grow tables block by block."""

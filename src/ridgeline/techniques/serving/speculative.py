@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Graph
 from ridgeline.spec.draft_head import head_parameters, is_head, read_head_spec
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Result
 from ridgeline.spec.scheduling import Scheduling, Speculation
 from ridgeline.techniques.registry import refuse
-from ridgeline.techniques.technique import Card, Phase, Technique
+from ridgeline.techniques.technique import Card, Phase, SchedulingTechnique, Technique
 
 if TYPE_CHECKING:
     from ridgeline.runtime.serve_build import Drafts, ServeBuild
 
 
-class Speculative(Technique):
+class Speculative(SchedulingTechnique):
     """Draft the next tokens, compute them all in one pass, and keep those that agree.
 
     Drafts come from the sequence itself (what followed the last occurrence of its newest n-gram), from a smaller model,
@@ -87,10 +86,6 @@ class Speculative(Technique):
                    "draft with a smaller model or from the text, or do not divide the model")  # fmt: skip
         refuse(self, e, "phase_pools", "{other} sends prompts' keys and values to other servers, without the hidden"
                " states that a draft head reads", "draft with a smaller model or from the text")  # fmt: skip
-
-    def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """No change to operators; the simulated engine generates several tokens per pass."""
-        return g
 
     def scheduling(self, s: Scheduling) -> None:
         """Pass the simulation its parameters."""
