@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ridgeline.graph import Graph, training_graph
-from ridgeline.predict.common import beyond_host, cost_of, rank_cluster, rewritten
+from ridgeline.predict.common import beyond_host, cost_of, rank_cluster
 from ridgeline.predict.predict import predict
 from ridgeline.predict.segments import segments
 from ridgeline.predict.step.block_times import block_times
@@ -36,9 +36,6 @@ class Quick:
     """Bytes of parameters, optimizer states and what the framework holds: the same for all micro-batches."""
     gradients: float = 0.0
     """Bytes of gradients at the update: the same for all micro-batches."""
-    floor: float = 0.0
-    """Lower bound in seconds for every other placement of the same states: computation without communication and
-    update."""
 
     @property
     def fits(self) -> bool:
@@ -113,7 +110,7 @@ def _mean(found: list[tuple[float, Quick]]) -> Quick:
         elif name != "peak_bytes":
             sums = (s * one.metrics["step_time_s"] * one.metrics.get(name, 0.0) for s, one in found)
             metrics[name] = sum(sums) / seconds
-    return Quick(metrics, out.peak, out.limit, out.blocked, floor=sum(share * one.floor for share, one in found))
+    return Quick(metrics, out.peak, out.limit, out.blocked)
 
 
 def _quick(
@@ -129,20 +126,20 @@ def _quick(
     least = {**resident(g), "framework": device.reserved_bytes}
     gradients = least["gradients"]
     states = sum(least.values()) - gradients
+    blocked = beyond_host(g, cluster)
     if not always:
         room = min(device.memory_bytes, room)
         if sum(least.values()) <= room and activations:
             there = g.gradients_resident or accumulates(g)
             least |= {"gradients": gradients if there else 0.0, "activations": activations}
-        if sum(least.values()) > room:
+        if sum(least.values()) > room or blocked:
             at_least = {"peak_bytes": sum(least.values())}
-            return Quick(at_least, least, device.memory_bytes, "", False, states, gradients)
+            return Quick(at_least, least, device.memory_bytes, blocked, False, states, gradients)
     update = update_ops(g, e)
     tight, peak = tightest(g, e, cluster)
     device = tight.device
     categories = {**peak.categories, "framework": device.reserved_bytes}
     peak_bytes = sum(categories.values())
-    blocked = beyond_host(g, cluster)
     out = Quick({"peak_bytes": peak_bytes}, categories, device.memory_bytes, blocked, True, states, gradients)
     if not (out.fits and peak_bytes <= room) and not always:
         return out
@@ -159,7 +156,6 @@ def _quick(
     if g.host_bytes:
         out.metrics["host_bytes"] = g.host_bytes
     out.metrics |= cost_of(e.cluster, rate)
-    out.floor = step.seconds - step.exposed - step.dispatch
     return out
 
 
@@ -172,7 +168,8 @@ def least_bytes(prepared: Graph, e: Experiment) -> float:
 
 
 def computation(e: Experiment, techniques: list[Technique]) -> float:
-    """Lower bound in seconds of a training step: its computation alone, spread over all ranks without bubbles.
+    """Lower bound in seconds of a training step: its computation alone, spread over all ranks without bubbles, but for
+    what some placement saves.
 
     ``techniques`` may leave out what splits and places; the experiment need not be feasible.
     """
@@ -182,7 +179,15 @@ def computation(e: Experiment, techniques: list[Technique]) -> float:
 def _spread(e: Experiment, techniques: list[Technique]) -> float:
     """:func:`computation` of one segment of a run."""
     cluster = rank_cluster(e)
-    g = rewritten(training_graph(e), e, techniques)
+    g = training_graph(e)
+    for t in techniques:
+        g = t.rewrite(g, e)
+    if e.gradient_ranks > 1:  # shards are gathered in the dtype that is computed in
+        for b in g.blocks:
+            b.forward = [o for o in b.forward if o.kind != "cast" or not o.param or "dequantize" in o.name]
+    g.close()
+    for b in g.blocks:  # where gradients leave the device, they are not added up there
+        b.backward = [o for o in b.backward if o.kind != "accumulate"]
     once = min(_computation(g, part) for part in cluster.parts or (cluster,))
     return once * e.batch_size / (e.data_parallel * e.micro_batch_size)
 

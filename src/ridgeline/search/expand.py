@@ -8,9 +8,8 @@ from functools import cached_property
 
 from ridgeline.graph import Graph
 from ridgeline.graph.schedule import idle_share
-from ridgeline.predict.interval import STEP
 from ridgeline.predict.quick import Quick, computation, least_bytes, prepare, quick, split
-from ridgeline.search.found import WORTH, Found, Setting, Tried
+from ridgeline.search.found import WORTH, Found, Tried
 from ridgeline.search.least_memory import LeastMemory, held_parameters
 from ridgeline.search.nodes import SearchNode
 from ridgeline.search.question import Question
@@ -35,8 +34,8 @@ SLACK = 1.1
 
 
 class Expansion:
-    """One node: for every split, the first placement is timed in full; its computation, bubbles included, bounds the
-    other placements. What is left is sized first, and timed only when it fits."""
+    """One node: its computation, for every split with the bubbles of its schedule, bounds all placements. What is left
+    is sized first, and timed only when it fits."""
 
     def __init__(self, q: Question, base: Experiment, space: Slots, node: SearchNode, found: Found) -> None:
         self.q, self.base, self.space, self.node, self.found = q, base, space, node, found
@@ -94,7 +93,7 @@ class Expansion:
                 found.refuse(why, len(possible) - len(placements))
             # Whether micro-batches accumulate decides which gradients are sharded.
             setting = node.base, node.mesh, self.parameters, stages, self.q.training and e.accumulation > 1
-            left = self._without_known(stages, placements, setting)
+            left = self._without_known(placements, setting)
             prepared = split(self.core, e, techniques) if left and self.core else None
             room = self._room()
             if prepared and room < math.inf and least_bytes(prepared, e) > room:
@@ -129,17 +128,12 @@ class Expansion:
         by_time = self.q.training and self.q.goal in ("throughput", "latency")
         return by_time and not self.q.misses(timed.metrics, but=("step_time_s", "tokens_per_s"))
 
-    def _kind(self, stages: Set, placement: Set) -> Setting:
-        return self.node.base, frozenset(self.rest), stages, placement
-
-    def _without_known(self, stages: Set, placements: list[Set], setting: tuple[Hashable, ...]) -> list[Set]:
+    def _without_known(self, placements: list[Set], setting: tuple[Hashable, ...]) -> list[Set]:
         """The placements but for those that other micro-batches and recomputation have ruled out."""
         found, room = self.found, min(self.most, self._room())
         left = []
         for placement in placements:
-            if self._kind(stages, placement) in found.exhausted:
-                found.count("dominated", 1)
-            elif sum(found.states.get((*setting, placement), ())) > room:
+            if (known := found.states.get((*setting, placement))) and known.held + known.gradients > room:
                 found.count(self._past(room), 1)
             else:
                 left.append(placement)
@@ -152,7 +146,6 @@ class Expansion:
         floor = self.least_seconds  # of any of them
         if prepared and (pipe := prepared.pipeline):
             floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
-        timed_floor = 0.0  # the same of those that were timed
         fits, least = False, 0  # more techniques than these offload only where nothing fits
         for done, placement in enumerate(placements):
             if floor > self.longest or (floor > SLACK * found.fastest and not self.everything):
@@ -174,8 +167,6 @@ class Expansion:
                 found.refuse(refused, 1)
                 continue
             timed = quick(e, techniques, prepared=prepared, activations=memory.activations(placement), room=room)
-            timed_floor = timed_floor or timed.floor * weight
-            floor = max(floor, timed_floor)
             memory.learn(placement, timed)
             self.tight = memory.tight
             if timed.fits and q.training and timed.metrics["peak_bytes"] > room:
@@ -187,30 +178,19 @@ class Expansion:
             if timed.fits and not offloads(placement) and "peak_bytes" not in q.slo:
                 fits = True  # what misses another limit from the device's memory misses it by more from elsewhere
             if judged:
-                if q.workload.kind == "serve" and not fits:
-                    fits, least = True, offloads(placement)
-                fits = fits or q.training or not offloads(placement)  # generations differ in what they offload
-                copied = bool(offloads(placement)) and not (self.everything or q.slo)
-                _bound_the_rest(found, self._kind(stages, placement), timed, weight, copied)
+                away = offloads(placement)
+                if not fits and (not away or q.workload.kind != "generate"):  # generations differ in what they offload
+                    fits, least = True, away
+                found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
+                found.faster(timed.metrics.get("step_time_s", math.inf) * weight * judged.doubt)
 
 
-def _bound_the_rest(found: Found, kind: Setting, timed: Quick, weight: float, copied: bool) -> None:
-    """Take a feasible plan as a bound of others, and of those of its setting if it is ``copied`` and not ahead."""
-    found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
-    seconds = timed.metrics.get("step_time_s", math.inf) * weight
-    found.faster(seconds)
-    if copied:  # copies decide the time, and settings come in the order of their computation: they gain no more
-        if seconds >= min(found.seconds.get(kind, math.inf), SLACK * found.fastest):
-            found.exhausted.add(kind)
-        found.seconds[kind] = seconds
-
-
-def judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:
-    """Take in a prediction; whether it fits and keeps the limits."""
+def judge(q: Question, e: Experiment, timed: Quick, found: Found) -> Tried | None:
+    """Take in a prediction → the plan, if it fits and keeps the limits."""
     if not timed.fits:
         found.count("oversize", 1)
         found.infeasible(Tried(e, timed, math.inf))
-        return False
+        return None
     missed = q.misses(timed.metrics)
     require_metric(q, e, timed)
     t = ranked(q, e, timed, missed)
@@ -220,7 +200,7 @@ def judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:
     else:
         found.count("feasible", 1)
         found.feasible(t)
-    return not missed
+    return None if missed else t
 
 
 def require_metric(q: Question, e: Experiment, timed: Quick) -> None:
@@ -233,7 +213,6 @@ def require_metric(q: Question, e: Experiment, timed: Quick) -> None:
 def ranked(q: Question, e: Experiment, timed: Quick, missed: list[str] | None = None) -> Tried:
     """The plan with its rank: each technique that is not proven must win by more than whole steps are usually off."""
     t = Tried(e, timed, q.rank(timed.metrics), missed or [], q.excess(timed.metrics))
-    if t.unvalidated and q.goal != "memory":
-        doubt = (1 + STEP[e.task]) ** len(t.unvalidated)
-        t.rank *= doubt if t.rank > 0 else 1 / doubt
+    if q.goal != "memory":
+        t.rank *= t.doubt if t.rank > 0 else 1 / t.doubt
     return t

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ridgeline.predict.interval import STEP
 from ridgeline.predict.quick import Quick, quick
 from ridgeline.search.kinds import kind_of
 from ridgeline.search.least_memory import States
@@ -23,9 +24,6 @@ ALIKE = 0.03
 
 WORTH = 1.4
 """Other kinds that miss the goal by more are no alternatives."""
-
-Setting = tuple[Hashable, ...]
-"""A mesh, shape without recomputation, split and placement."""
 
 _shared: list[Any] = []
 """In a worker: the fastest plan that any worker has found, in (weighed) seconds."""
@@ -121,6 +119,11 @@ class Tried:
         task = self.experiment.task
         return sorted(name for name in self.names if task not in registry()[name].card.validated)
 
+    @property
+    def doubt(self) -> float:
+        """By how much it must win: by more than whole steps are usually off, for each technique that is not proven."""
+        return float((1 + STEP[self.experiment.task]) ** len(self.unvalidated))
+
 
 @dataclass(slots=True)
 class Found:
@@ -149,13 +152,9 @@ class Found:
     """What of a mesh and shape decides the memory of states."""
     undivided: dict[Hashable, str] = field(default_factory=dict)
     """Why the workload does not divide over a mesh and split in micro-batches; empty: it does."""
-    seconds: dict[Setting, float] = field(default_factory=dict)
-    """(Weighed) seconds of the last plan that offloads."""
-    exhausted: set[Setting] = field(default_factory=set)
-    """Of which no further recomputation or micro-batch is tried."""
 
     fastest: float = math.inf
-    """Seconds of the fastest plan that fits, weighed as the goal does."""
+    """Seconds of the fastest plan that fits, weighed as the goal does, and as its rank if it is not proven."""
 
     smallest: float = math.inf
     """Peak bytes of the smallest plan that fits."""

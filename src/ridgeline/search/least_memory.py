@@ -19,11 +19,13 @@ class States(NamedTuple):
     held: float
     """Parameters, optimizer states, and what the framework holds."""
     gradients: float
+    blocked: bool
+    """Whether what of them is in the host's memory does not fit there."""
 
 
 def held_parameters(g: Graph) -> Hashable:
     """Equal for graphs whose parameters take the same memory in each split and placement."""
-    return g.optimizer_bytes, *(
+    return g.optimizer_bytes, g.weights_16bit, *(
         (b.repeat, *((p.numel, p.bytes_per_element, p.working_bytes, p.trainable, p.grad_bytes, p.state_bytes, p.spread)
                      for p in b.params))
         for b in g.blocks
@@ -52,8 +54,9 @@ class LeastMemory:
         """Take in a prediction."""
         self.predicted = True
         self.tight |= not timed.fits and timed.states + timed.gradients <= timed.limit
-        self.states[(*self.setting, placement)] = States(timed.states, timed.gradients)
         moving = _moving(placement)
+        blocked = bool(timed.blocked and not moving)
+        self.states[(*self.setting, placement)] = States(timed.states, timed.gradients, blocked)
         if timed.blocked and len(moving) == offloads(placement):
             self.beyond_host.add(moving)
 
@@ -67,14 +70,16 @@ class LeastMemory:
         """Whether a placement needs more than ``room`` bytes, by its states and gradients or by activations alone once
         a placement was predicted; with ``compute`` also by all of them, or more than the host has."""
         known = self.states.get((*self.setting, placement))
-        if known and sum(known) > room:
+        if known and known.held + known.gradients > room:
             return True
         if self.graph is None or not (compute or self.predicted):
             return False
         activations = self.activations(placement)
         if activations > room or not compute:
             return activations > room
-        if _moving(placement) in self.beyond_host:
+        moving = _moving(placement)
+        resting = self.states.get((*self.setting, tuple(t for t in placement if t not in moving)))
+        if moving in self.beyond_host or (resting and resting.blocked):
             return True
         return known is not None and known.held + activations + (known.gradients if self._accumulates else 0.0) > room
 

@@ -1,8 +1,7 @@
 """Branch and bound over the space of plans, on predictions.
 
 Nodes (mesh × shape × micro-batch) are visited in the order of their bound: the computation alone. Below a node, the
-first placement of every split is timed in full; its computation, bubbles included, bounds the other placements. What
-is left is sized first, and timed only when it fits.
+bubbles of each split's schedule are added to it. What is left is sized first, and timed only when it fits.
 """
 
 from __future__ import annotations
