@@ -311,6 +311,25 @@ def test_a_larger_batch_in_an_engine_takes_no_more_seconds_a_token():
     assert rates == sorted(rates)
 
 
+@pytest.mark.parametrize("shape", ["heads=16", "layers=16"])
+@pytest.mark.parametrize("engine", ["vllm", "ridgeline"])
+def test_the_cache_is_that_of_the_pruned_model(engine, shape):
+    """Half of the heads or of the layers have half of the keys and values, and their weights leave more room."""
+    work = {"kind": "serve", "engine": engine, "requests": 2}
+    whole, half = (predict(experiments.make("llama2-7b", "h100-sxm", work, plan)).metrics["kv_cache_tokens"].value
+                   for plan in ([], [f"sheared_llama:{shape}"]))  # fmt: skip
+    assert half > 2 * whole
+
+
+def test_ranks_divide_the_heads_that_are_left():
+    """Of Gemma 2 2B's eight heads in four groups, LLM-Pruner keeps six in three."""
+    work = {"kind": "generate", "engine": "trtllm"}
+    with pytest.raises(UserError, match="6 attention heads of gemma-2-2b do not divide over 8 ranks"):
+        experiments.make("gemma-2-2b", "8xh100-sxm", work, ["llm_pruner", "tensor_parallel:degree=8"])
+    with pytest.raises(UserError, match="3 key/value heads neither divide over 2 ranks"):
+        experiments.make("gemma-2-2b", "2xh100-sxm", work, ["llm_pruner", "tensor_parallel:degree=2"])
+
+
 def test_a_batch_that_does_not_fit_takes_turns():
     """The last ones take as long as a batch of their number, not as long as a whole turn."""
 

@@ -34,7 +34,7 @@ from ridgeline.spec.scheduling import (
     divides_far_keys,
 )
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import as_in_engines
+from ridgeline.techniques.registry import as_in_engines, remaining_model
 from ridgeline.techniques.technique import Technique
 
 GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
@@ -240,6 +240,7 @@ class Iterations:
         most = min(s.limits.max_num_batched_tokens, _most_at_once(parts)) if captured else 0
         self.captured = [t for t in captured_tokens(s.limits.max_num_batched_tokens) if t <= most]
         """Tokens of captured iterations with prompts."""
+        self.layers = remaining_model(e).num_layers
         self.repeat = e.model.num_heads // e.model.num_kv_heads
         logits = 4.0 * e.model.vocab_size / e.parallel.get("tp", 1)
         self._choosing = (s.logit_reads - 1) * logits / device.memory_bandwidth if device.kind == "gpu" else 0.0
@@ -380,7 +381,7 @@ class Iterations:
             a, b = self._one(n)
             gpu += a + b * cached - self.body(n) - self.head(n)
         over = max(0, new - self.engine.spill_tokens) if self.engine.spill_tokens else 0
-        host = self.engine.layer_s * self.e.model.num_layers + over * self.engine.spill_s
+        host = self.engine.layer_s * self.layers + over * self.engine.spill_s
         return max(gpu, self._beside(rows, eager=not size)) + host + self._waits(rows)
 
 
