@@ -302,15 +302,56 @@ def _in_vllm(model: str, on: str, batch: int):
     return predict(experiments.make(model, on, workload, []))
 
 
-@pytest.mark.parametrize(("model", "on"), [("gemma-2-9b", "v100-32g-sxm"), ("llama2-13b", "a100-40g-sxm")])
-def test_a_larger_batch_in_an_engine_takes_no_more_seconds_a_token(model, on):
-    """Of the first, logits of all tokens of an iteration (a soft cap's over 256 000 words) would leave no room for the
-    cache: engines compute those of the last tokens. Of the second, 64 sequences do not fit at once: they take turns,
-    and the last ones do not take as long as a whole turn."""
-    found = [_in_vllm(model, on, batch) for batch in (8, 16, 32, 64)]
+def test_a_larger_batch_in_an_engine_takes_no_more_seconds_a_token():
+    """Logits of all tokens of an iteration (a soft cap's over 256 000 words) would leave no room for the cache: engines
+    compute those of the last tokens."""
+    found = [_in_vllm("gemma-2-9b", "v100-32g-sxm", batch) for batch in (8, 16, 32, 64)]
     assert all(r.status == "ok" for r in found)
     rates = [r.metrics["tokens_per_s"].value for r in found]
     assert rates == sorted(rates)
+
+
+@pytest.mark.parametrize("shape", ["heads=16", "layers=16"])
+@pytest.mark.parametrize("engine", ["vllm", "ridgeline"])
+def test_the_cache_is_that_of_the_pruned_model(engine, shape):
+    """Half of the heads or of the layers have half of the keys and values, and their weights leave more room."""
+    work = {"kind": "serve", "engine": engine, "requests": 2}
+    whole, half = (predict(experiments.make("llama2-7b", "h100-sxm", work, plan)).metrics["kv_cache_tokens"].value
+                   for plan in ([], [f"sheared_llama:{shape}"]))  # fmt: skip
+    assert half > 2 * whole
+
+
+def test_ranks_divide_the_heads_that_are_left():
+    """Of Gemma 2 2B's eight heads in four groups, LLM-Pruner keeps six in three."""
+    work = {"kind": "generate", "engine": "trtllm"}
+    with pytest.raises(UserError, match="6 attention heads of gemma-2-2b do not divide over 8 ranks"):
+        experiments.make("gemma-2-2b", "8xh100-sxm", work, ["llm_pruner", "tensor_parallel:degree=8"])
+    with pytest.raises(UserError, match="3 key/value heads neither divide over 2 ranks"):
+        experiments.make("gemma-2-2b", "2xh100-sxm", work, ["llm_pruner", "tensor_parallel:degree=2"])
+
+
+def test_a_batch_that_does_not_fit_takes_turns():
+    """The last ones take as long as a batch of their number, not as long as a whole turn."""
+
+    def seconds(batch):
+        return _in_vllm("llama2-13b", "a100-40g-sxm", batch).metrics["e2e_s"].value
+
+    alone = seconds(1)
+    turn = next(n for n in range(16, 33) if seconds(n + 1) > seconds(n) + alone / 2)
+    assert seconds(2 * turn) == pytest.approx(2 * seconds(turn))
+    assert seconds(2 * turn + 1) == pytest.approx(2 * seconds(turn) + alone)
+
+
+@pytest.mark.parametrize(("engine", "close"), [("tgi", 1e-3), ("lmdeploy-0.1", 1e-3), ("vllm", 0.02)])
+def test_a_batch_takes_as_long_as_its_requests_served_at_once(engine, close):
+    """Its prompts take four iterations, for which the first ones wait before they decode; vLLM decodes beside them."""
+    sizes = {"engine": engine, "prompt_len": 1000, "output_len": 64}
+    batch, served = (predict(experiments.make("llama3.1-8b", "h100-sxm", sizes | one, [])).metrics for one in (
+        {"kind": "generate", "batch_size": 32}, {"kind": "serve", "concurrency": 32, "requests": 32}))  # fmt: skip
+    assert batch["e2e_s"].value == pytest.approx(served["e2e_s"].value, rel=close)
+    assert batch["tokens_per_s"].value == pytest.approx(served["tokens_per_s"].value, rel=close)
+    assert batch["tpot_s"].value == pytest.approx(served["tpot_s"].value, rel=2 * close)
+    assert batch["ttft_s"].value + 63 * batch["tpot_s"].value == pytest.approx(batch["e2e_s"].value)
 
 
 def test_an_engine_without_room_for_a_cache_cannot_generate():

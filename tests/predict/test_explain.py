@@ -10,6 +10,7 @@ from ridgeline.predict import predict
 from ridgeline.predict.explain import GAIN, RESOURCE_NAMES, RESOURCES, explain, improved, tree
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.host_work import host_time
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Metric, Result, Row
 
 
@@ -71,6 +72,13 @@ def test_no_part_is_more_than_the_whole():
     assert (root.seconds, decode.share) == (2e-3, 1.0)
     assert [m.share for m in decode.children] == [0.75, 0.25]
     assert "4 ms" in root.note
+
+
+def test_requests_of_one_token_are_not_said_to_be_too_large():
+    work = {"kind": "serve", "engine": "vllm", "requests": 2, "output_len": 1}
+    with pytest.raises(UserError, match="no time per further token") as e:
+        explain(experiments.make("llama3.2-1b", "h100-sxm", work, []))
+    assert "output_len" in e.value.fix
 
 
 def test_decode_is_bound_by_memory_and_training_by_compute():

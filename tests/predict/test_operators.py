@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline import catalog
+from ridgeline import catalog, experiments
 from ridgeline.graph import Op
+from ridgeline.predict import predict
+from ridgeline.predict.machine import machine
 from ridgeline.predict.operators.host_work import host_time
 from ridgeline.predict.operators.kernel import op_time, peak_flops, roof_seconds
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device, Link
@@ -282,6 +284,17 @@ def test_a_device_of_no_known_architecture_works():
     bare = Device(name="bare", peak_flops={"fp32": 1e13}, memory_bytes=1e10, memory_bandwidth=1e11)
     assert math.isfinite(op_time(op, bare).seconds)
     assert math.isfinite(op_time(attention(1, 8, 8, 1, 100), bare).seconds)
+
+
+@pytest.mark.parametrize("name", [n for n in GPUS if n != "flexflow-16x16"])
+def test_a_device_whose_processors_are_not_known_has_those_that_its_peaks_amount_to(name):
+    whole = catalog.device(name)
+    some, least = (whole.model_copy(update=update) for update in ({"sm_count": 0}, {"sm_count": 0, "clock": 0}))
+    assert whole.sm_count / 2 <= machine(some).units <= 2 * whole.sm_count
+    for op in (gemm(4096, 4096, 4096), gemm(16, 4096, 4096), attention(1, 32, 32, 2048, 2048)):
+        assert all(0.5 < seconds(op, device) / seconds(op, whole) < 2 for device in (some, least))
+    result = predict(experiments.make("gpt2", Cluster(device=some), {"kind": "generate"}, []))
+    assert any("sm_count" in note for note in result.notes)
 
 
 def test_predictions_say_where_they_come_from():

@@ -10,9 +10,10 @@ from ridgeline.predict import predict
 from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.kernel import op_time, peak_flops
+from ridgeline.predict.step.peak_memory import training_peak
 from ridgeline.spec.device import DTYPE_BYTES, Cluster
 from ridgeline.spec.errors import Incompatible
-from ridgeline.techniques.registry import check
+from ridgeline.techniques.registry import check, resolve
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 few = settings(max_examples=12, deadline=None, derandomize=True)
@@ -143,6 +144,22 @@ def test_no_layout_loses_or_invents_parameters(plan):
     assert e.model.num_parameters <= held * ROUNDING
     assert held <= e.model.num_parameters + norms * e.parallel.get("tp", 1)
     assert sum(b.repeat for stage in g.cut(g.stages) for b in stage) == sum(b.repeat for b in g.blocks)
+
+
+@pytest.mark.parametrize(("model", "plan"), [
+    ("llama2-7b", ["pipeline:degree=4,layers=2+2+20+8"]), ("t5-11b", ["pipeline:degree=4"]),
+    ("gpt-neox-20b", ["pipeline:degree=8,schedule=interleaved,chunks=4", "lora"]),
+    ("llama2-7b", ["pipeline:degree=8,schedule=zero_bubble,layers=1+4+1+4+9+4+8+1"]),
+    ("llama2-7b", ["pipeline:degree=8,schedule=gpipe,layers=1+4+1+4+9+4+8+1"]),
+])  # fmt: skip
+def test_the_peak_is_that_of_the_rank_that_needs_most(model, plan):
+    """Stages need not be alike: decoders' layers are larger than encoders', and numbers of layers differ."""
+    work = {"batch_size": 64, "micro_batch_size": 1, "seq_len": 512}
+    e, techniques = resolve(experiments.make(model, "8xh100-sxm", work, ["mixed_precision", *plan]))
+    g = rewritten(training_graph(e), e, techniques)
+    peaks = [training_peak(g, [rank]).total for rank in range(g.pipeline.degree)]
+    assert training_peak(g).total == max(peaks)
+    assert max(peaks) not in (peaks[0], peaks[1], peaks[-1])
 
 
 @few

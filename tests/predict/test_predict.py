@@ -7,7 +7,9 @@ import pytest
 
 from ridgeline import catalog, experiments
 from ridgeline.predict import predict, predict_trace
+from ridgeline.predict.quick import quick
 from ridgeline.spec.errors import Incompatible
+from ridgeline.techniques.registry import resolve
 
 MODEL = "llama2-7b"
 
@@ -171,6 +173,21 @@ def test_the_parts_sum_to_the_step(plan, on, workload):
     assert tokens == e.batch_size * 2048
     assert r.metrics["tokens_per_s"].value * step == pytest.approx(tokens)
     assert r.metrics["tokens_per_s_per_device"].value * e.world == pytest.approx(r.metrics["tokens_per_s"].value)
+
+
+@pytest.mark.parametrize("plan", [[], ["growlength:lengths=128+512,shares=0.3+0.3"], ["cramming:tokens=1e9,ramp=0.5"],
+                                  ["growlength:lengths=256,shares=0.5", "activation_offload"]])  # fmt: skip
+def test_what_a_token_costs_is_what_the_time_costs_over_its_tokens(plan):
+    """Over a whole run, too, whose sequences or batches grow; and the search compares the same numbers."""
+    work = {"kind": "pretrain", "seq_len": 2048, "batch_size": 64, "micro_batch_size": 1}
+    e = experiments.make("llama3.2-1b", "8xh100-sxm", work, ["mixed_precision", *plan])
+    m, device = predict(e).metrics, e.cluster.device
+    rate = m["tokens_per_s"].value
+    assert m["dollars_per_million_tokens"].value * rate == pytest.approx(8 * device.price_per_hour / 3600 * 1e6)
+    assert m["joules_per_token"].value * rate == pytest.approx(8 * device.watts)
+    assert m["tokens_per_step"].value == pytest.approx(rate * m["step_time_s"].value)
+    compared = quick(*resolve(e)).metrics
+    assert {name: m[name].value for name in compared} == pytest.approx(compared)
 
 
 def test_generation_balances():

@@ -176,6 +176,17 @@ def test_missing_experts_cross_the_host_link():
     assert some.metrics["tpot_s"].value > guessed.metrics["tpot_s"].value
 
 
+@pytest.mark.parametrize("engine", ["vllm", "ridgeline"])
+def test_an_iteration_fetches_the_experts_of_all_its_tokens(engine):
+    """A prompt needs all eight, one token two; served alone, both arrive as in a pass of the model."""
+    w = {"kind": "serve", "engine": engine, "concurrency": 1, "requests": 4, "prompt_len": 64, "output_len": 16}
+    served = predict(experiments.make("mixtral-8x7b", "h100-sxm", w, ["moe_offload"])).metrics
+    alone = predicted("moe_offload", on="h100-sxm").metrics
+    assert served["ttft_s"].value == pytest.approx(alone["ttft_s"].value, rel=0.05)
+    assert served["tpot_s"].value == pytest.approx(alone["tpot_s"].value, rel=0.05)
+    assert served["ttft_s"].value > 3 * served["tpot_s"].value
+
+
 def test_small_experts_wait_for_the_disk_to_begin():
     """As many requests as experts are missing, each with the disk's latency, guessed or not."""
     local = catalog.device("rtx4090")

@@ -117,6 +117,7 @@ def test_rows_say_what_is_between_nodes():
         (matmul, gemm, {"seconds": "nan"}, "'seconds'"),
         (heads, attention, {"n_kv_heads": 5}, "'n_kv_heads'"),
         (heads, attention, {"q_len": 5000}, "'kv_len'"),
+        (heads, attention, {"phase": "backward"}, "'phase'"),
         (heads, attention, {"kv_dtype": "?!"}, "'kv_dtype'"),
         (sent, collectives, {"op": "gossip"}, "'op'"),
         (sent, collectives, {"ranks": 1}, "'ranks'"),

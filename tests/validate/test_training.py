@@ -133,6 +133,7 @@ def test_memory_is_a_case_of_its_own():
         ({"tflops_per_device": "nan"}, BadCell, "no measured quantity"),
         ({"tflops_per_device": "-3"}, BadCell, "not larger than 0"),
         ({"tp": 7}, BadCell, "not a possible run"),
+        ({"recompute": "often"}, BadCell, "'recompute': 'often' is neither full nor selective nor none"),
         ({"device": "h1000"}, UserError, "unknown device"),
     ],
 )
@@ -168,6 +169,9 @@ def test_activation_memory_of_the_paper(model, ranks, pp, chunks):
     assert case.error == pytest.approx(0, abs=0.01)
 
 
-def test_unknown_quantity():
-    with pytest.raises(BadCell, match="'flops' is not known"):
-        memory.cases(CsvRow(2, {**MEMORY, "quantity": "flops"}))
+@pytest.mark.parametrize(("column", "value", "says"), [
+    ("quantity", "flops", "'flops' is not known"), ("activation_recompute", "often", "'often' is neither full nor"),
+])  # fmt: skip
+def test_unknown_values(column, value, says):
+    with pytest.raises(BadCell, match=says):
+        memory.cases(CsvRow(2, {**MEMORY, column: value}))

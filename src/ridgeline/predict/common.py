@@ -76,7 +76,7 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
     )
     if "tokens_per_s" in metrics:
         for name, value in cost_of(e.cluster, metrics["tokens_per_s"].value).items():
-            metrics[name] = metric(value, *_COST[name])
+            metrics[name] = metric(value, *COSTS[name])
     canonical = e.canonical()
     return Result(
         source="predicted",
@@ -98,10 +98,11 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
     )
 
 
-_COST: dict[str, tuple[str, Literal["lower"], str]] = {
+COSTS: dict[str, tuple[str, Literal["lower"], str]] = {
     "dollars_per_million_tokens": ("$", "lower", "catalog price"),
     "joules_per_token": ("J", "lower", "TDP, an upper bound"),
 }
+"""Unit, direction and source of what a token costs."""
 
 
 def cost_of(cluster: Cluster, rate: float) -> dict[str, float]:

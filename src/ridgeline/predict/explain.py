@@ -103,6 +103,8 @@ def headline(r: Result) -> str:
     for name in ("step_time_s", "tpot_s") if served else ("step_time_s", "e2e_s"):
         if name in r.metrics:
             return name
+    if r.status == "ok":
+        raise UserError("requests of one token have no time per further token to explain", "use a longer output_len")
     why = f": {r.reason}" if r.reason else ""
     raise UserError(f"there is no time to explain{why}", "choose a plan that fits: `ridgeline plan` finds one")
 

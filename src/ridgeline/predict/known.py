@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ridgeline.catalog import published_format
 from ridgeline.predict.interval import Known, add_intervals
+from ridgeline.predict.machine import machine
 from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
@@ -35,6 +36,11 @@ def known_of(e: Experiment, techniques: Sequence[Technique], waiting: float) -> 
     if device.kind == "gpu" and "bf16" in dtypes and "bf16" not in device.peak_flops and "fp16" in device.peak_flops:
         notes.append(f"{device.name} has no arithmetic in bf16: predicted at its rate in fp16, which dtype=fp16 states")
     notes += _published(e)
+    notes += [
+        f"sm_count of {part.device.name} is not known: predicted with {machine(part.device).units}, by its peaks"
+        for part in e.cluster.parts or (e.cluster,)
+        if part.device.kind == "gpu" and not part.device.sm_count
+    ]
     ranks = e.world if e.is_training else e.world // e.data_parallel
     if device.link and device.link.server and min(ranks, e.cluster.devices_per_node) > device.link.spans[0][0]:
         notes.append(

@@ -7,6 +7,9 @@ from ridgeline.spec.device import Device
 from ridgeline.spec.efficiency import Efficiency
 
 _FALLBACK_CLOCK = 1.5e9
+_LANE_FLOPS, _TENSOR_FLOPS = 256.0, 1024.0
+"""FLOP per clock of one processor, for devices whose file does not say how many they have: in fp32 128 on A100, V100
+and T4, 256 on every other GPU of the catalog; without an fp32 peak those of 16-bit products, 512 to 8192."""
 _EDGE = 0.15
 """Fraction of a cache's size by which a cyclic working set may exceed it before hits drop to zero."""
 
@@ -36,17 +39,22 @@ class Machine:
         self.peaks = device.peak_flops
         self._peak_of: dict[str, float] = {}
         self.bandwidth = device.memory_bandwidth
-        self.units = max(1, device.sm_count)
         self.l2 = device.l2_bytes * self.efficiency.l2_share
         """Bytes that stay in the last-level cache between kernels."""
         self.l2_bandwidth = self.bandwidth * self.efficiency.l2_gain
         self.clock = device.clock or _FALLBACK_CLOCK
+        self.units = device.sm_count or self._processors()
         self.slow = self.efficiency.clock / self.clock if self.efficiency.clock else 1.0
         """Factor on the seconds in ``efficiency``: latencies are measured in cycles, so they shrink as the clock
         rises."""
         calibrated = device.efficiency is not None and device.chip is None  # a design's constants are scaled ones
         self.fitted = calibrated or device.name in self.efficiency.fitted_on
         self.source = self.efficiency.source if self.fitted else "class default"
+
+    def _processors(self) -> int:
+        """How many processors the peaks amount to."""
+        fp32 = self.peaks.get("fp32")
+        return max(1, round((fp32 / _LANE_FLOPS if fp32 else self.peak("bf16") / _TENSOR_FLOPS) / self.clock))
 
     def peak(self, dtype: str) -> float:
         """Dense peak FLOP/s of ``dtype``; without dedicated units it runs at the rate of the next wider dtype."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ridgeline.graph import Graph, training_graph
-from ridgeline.predict.common import beyond_host, cost_of, rank_cluster
+from ridgeline.predict.common import COSTS, beyond_host, cost_of, rank_cluster
 from ridgeline.predict.predict import predict
 from ridgeline.predict.segments import segments
 from ridgeline.predict.step.block_times import block_times
@@ -98,18 +98,21 @@ def quick(
 
 
 def _mean(found: list[tuple[float, Quick]]) -> Quick:
-    """Aggregate over the segments of a run: mean times, time-weighted mean rates, the largest peak."""
+    """Aggregate over the segments of a run, as :func:`over_segments`."""
     out = max((one for _, one in found), key=lambda one: one.metrics["peak_bytes"])
     if any("step_time_s" not in one.metrics for _, one in found):
         return out
-    metrics = {"peak_bytes": out.metrics["peak_bytes"]}
-    seconds = sum(share * one.metrics["step_time_s"] for share, one in found)
+    metrics = {}
+    times = [share * one.metrics["step_time_s"] for share, one in found]
+    tokens = [seconds * one.metrics["tokens_per_s"] for seconds, (_, one) in zip(times, found, strict=True)]
     for name in found[-1][1].metrics:
-        if name.endswith("_s") and "per_s" not in name:
-            metrics[name] = sum(share * one.metrics[name] for share, one in found)
-        elif name != "peak_bytes":
-            sums = (s * one.metrics["step_time_s"] * one.metrics.get(name, 0.0) for s, one in found)
-            metrics[name] = sum(sums) / seconds
+        values = [one.metrics.get(name, 0.0) for _, one in found]
+        if name.endswith("_bytes"):
+            metrics[name] = max(values)
+            continue
+        by_steps = name.endswith("_s") and "per_s" not in name
+        weights = [share for share, _ in found] if by_steps else tokens if name in COSTS else times
+        metrics[name] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
     return Quick(metrics, out.peak, out.limit, out.blocked)
 
 

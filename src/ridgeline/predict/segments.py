@@ -3,6 +3,7 @@ segment."""
 
 from __future__ import annotations
 
+from ridgeline.predict.common import COSTS
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result, Row, Traffic
 from ridgeline.techniques.technique import Technique
@@ -18,19 +19,19 @@ def segments(e: Experiment, techniques: list[Technique]) -> list[tuple[float, Ex
 
 def over_segments(parts: list[tuple[float, Result]]) -> Result:
     """One Result for the whole run: seconds and counts are means over its steps, rates and fractions means over its
-    time, memory is that of the segment that needs most."""
+    time, costs of a token means over its tokens, memory is that of the segment that needs most."""
     result = parts[-1][1]
     if len(parts) == 1:
         return result
     worst = max((r for _, r in parts), key=lambda r: r.metrics["peak_bytes"].value)
     times = [share * r.metrics["step_time_s"].value for share, r in parts]
+    tokens = [share * r.metrics["tokens_per_step"].value for share, r in parts]
     for name, m in result.metrics.items():
         values = [r.metrics[name].value for _, r in parts]
-        if name == "peak_bytes":
-            m.value = worst.metrics[name].value
+        if m.unit == "bytes":
+            m.value = max(values)
             continue
-        by_steps = m.unit in ("s", "tokens", "bytes")
-        weights = [share for share, _ in parts] if by_steps else times
+        weights = [share for share, _ in parts] if m.unit in ("s", "tokens") else tokens if name in COSTS else times
         m.value = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
     result.memory, result.status, result.reason = worst.memory, worst.status, worst.reason
     result.notes = [*worst.notes, f"the mean over a run of {len(parts)} kinds of steps"]

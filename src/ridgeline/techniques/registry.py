@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from ridgeline import techniques as families
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve
@@ -116,6 +117,14 @@ def _brief_options(t: Technique) -> dict[str, Any]:
     changed = t.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     degrees = {k: v for k, v in t.model_dump(mode="json", exclude_none=True).items() if k in ("degree", "stage")}
     return degrees | changed
+
+
+def remaining_model(e: Experiment) -> ModelSpec:
+    """The model that remains where the plan makes it smaller."""
+    spec = e.model
+    for t in techniques_of(e.plan):
+        spec = t.resized(spec)
+    return spec
 
 
 def having(e: Experiment, part: Part) -> list[Technique]:

@@ -11,6 +11,7 @@ from ridgeline.validate.dtypes import dtype_of
 from ridgeline.validate.nouns import device_of
 
 NAME = "attention"
+PHASES = ("prefill", "decode")
 REQUIRED = ("device", "phase", "batch", "q_len", "kv_len", "n_heads", "n_kv_heads", "head_dim", "seconds")
 
 
@@ -42,6 +43,8 @@ def cases(row: CsvRow) -> list[Case]:
     device = device_of(row)
     measured = row.number("seconds", above=0)
     phase = row.text("phase").lower()
+    if phase not in PHASES:  # a backward pass would be judged as a forward one
+        raise BadCell(f"column 'phase': {phase!r} is neither {' nor '.join(PHASES)}")
     op = op_of(row)
     timed = op_time(op, device)
     _, _, _, q_len, kv_len, _ = op.shape

@@ -75,7 +75,9 @@ def experiment(row: CsvRow, baseline: bool = False) -> Experiment:
         fits = chunks > 1 and micros % pp == 0
         how = f"schedule=interleaved,chunks={chunks}" if fits else "schedule=1f1b"
         plan.append(f"pipeline:degree={pp},{how}")
-    policy = row.cells.get("activation_recompute", "").strip()
+    policy = row.cells.get("activation_recompute", "").strip().lower()
+    if policy not in ("", "none", "attn_only", "full"):
+        raise BadCell(f"column 'activation_recompute': {policy!r} is neither full nor attn_only nor none")
     if policy in ("full", "attn_only") and not baseline:
         plan.append("recompute:early_stop=false" if policy == "full" else "recompute:policy=selective")
     workload = Pretrain(

@@ -36,6 +36,8 @@ REQUIRED = ("device", "layers", "hidden", "heads", "seq_len", "n_devices", "micr
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _WHOLE = ("full", "1", "true", "yes", "block", "uniform", "all")
 """What columns call the recomputation of whole layers."""
+_NOT, _PARTLY = ("none", "no", "false", "0", "off"), ("sel", "op", "attn")
+"""And none of it, and (how names begin) that of a part of their operators."""
 _PACKED = 512
 """Tokens of one example of packed instruction data (assumption): attention sees no more of a row than it."""
 PLAIN_LLAMA = {"norm": 4.0, "rope": 2.0}
@@ -149,6 +151,8 @@ def _layouts(row: CsvRow, spec: ModelSpec, ranks: int, stages: int) -> list[Layo
     chunks = [n for n in range(1, spec.num_layers // stages + 1) if spec.num_layers % (stages * n) == 0]
     stated = row.cells.get("recompute", "").strip().lower()
     named = row.has("recompute") or stated == "none"
+    if named and stated not in _WHOLE + _NOT and not stated.startswith(_PARTLY):
+        raise BadCell(f"column 'recompute': {stated!r} is neither full nor selective nor none")
     return [
         Layout(*found)
         for found in product(

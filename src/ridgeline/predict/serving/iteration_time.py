@@ -34,7 +34,7 @@ from ridgeline.spec.scheduling import (
     divides_far_keys,
 )
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import as_in_engines
+from ridgeline.techniques.registry import as_in_engines, remaining_model
 from ridgeline.techniques.technique import SchedulingTechnique, Technique
 
 GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
@@ -75,8 +75,8 @@ class Parts:
 
     Attributes are tables over the tokens of an iteration: ``body`` (all layers except attention), ``head`` (over
     sequences), ``links`` (collectives of the body), ``expanding`` (what a prompt's products of quantized weights take
-    longer for expanding them), in seconds; and
-    ``weights``, the transfer times of weights stored off the device.
+    longer for expanding them), ``beside`` and ``before`` (:class:`Transfers` of weights stored off the device), in
+    seconds.
     """
 
     def __init__(self, e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> None:
@@ -88,7 +88,8 @@ class Parts:
         self.head = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=True))
         self.links = Interpolated(lambda t: self._links(self.graph(t, 1, 1)))
         self.expanding = Interpolated(lambda t: self._expanding(self.graph(t, 1, 1)))
-        self.weights = weight_transfers(self.graph(1, 1, 1), cluster)
+        self.beside = Interpolated(lambda t: weight_transfers(self.graph(t, 1, 1), cluster).beside)
+        self.before = Interpolated(lambda t: weight_transfers(self.graph(t, 1, 1), cluster).before)
         ops = [(len(b.forward), b.repeat) for b in self.graph(1, 1, 1).blocks]
         self.dispatch_s = engine.dispatch_s * sum(n * r for n, r in ops)
 
@@ -235,7 +236,7 @@ class Iterations:
         self.dispatch_s = parts.dispatch_s
         """Host seconds to issue the operators of one eager iteration."""
         self._plain: dict[int, tuple[float, float]] = {}
-        self._drafted: dict[int, tuple[float, float, float]] = {}
+        self._drafted: dict[int, tuple[float, float, float, int]] = {}
         s, device = engine.scheduling(techniques), cluster.device
         if isinstance(e.workload, Serve):
             s.take_workload(e.workload)
@@ -244,6 +245,7 @@ class Iterations:
         most = min(s.limits.max_num_batched_tokens, _most_at_once(parts)) if captured else 0
         self.captured = [t for t in captured_tokens(s.limits.max_num_batched_tokens) if t <= most]
         """Tokens of captured iterations with prompts."""
+        self.layers = remaining_model(e).num_layers
         self.repeat = e.model.num_heads // e.model.num_kv_heads
         logits = 4.0 * e.model.vocab_size / e.parallel.get("tp", 1)
         self._choosing = (s.logit_reads - 1) * logits / device.memory_bandwidth if device.kind == "gpu" else 0.0
@@ -260,17 +262,19 @@ class Iterations:
 
     def decode(self, n: int) -> tuple[float, float]:
         """(a, b): GPU seconds of a token for each of ``n`` sequences with K cached tokens in all are a + b·K."""
-        a, b, tokens = self._drafts(n)
+        a, b, tokens, _ = self._drafts(n)
         return a / tokens, b / tokens
 
     def between(self, n: int) -> float:
         """Seconds added to a decode iteration with ``n`` sequences for each token generated, while the GPU is idle."""
-        return self._waits(n) / self._drafts(n)[2]
+        *_, tokens, rows = self._drafts(n)
+        return self._waits(n, rows) / tokens
 
     def floor(self, n: int) -> float:
         """Seconds per token of what overlaps with the GPU in a decode iteration with ``n`` sequences (the host's work,
         the transfer of weights): the iteration takes at least that long."""
-        return self._beside(n) / self._drafts(n)[2]
+        *_, tokens, rows = self._drafts(n)
+        return self._beside(n, rows) / tokens
 
     def _one(self, n: int) -> tuple[float, float]:
         """(a, b) of an iteration that generates one token for each of ``n`` sequences."""
@@ -282,22 +286,23 @@ class Iterations:
             found = self._plain[n] = (self.body(n) + self.head(n) + short - slope * low, slope / n)
         return found
 
-    def _drafts(self, n: int) -> tuple[float, float, float]:
-        """(a, b, tokens generated per sequence) of a decode iteration, with drafts if they increase throughput."""
+    def _drafts(self, n: int) -> tuple[float, float, float, int]:
+        """(a, b, tokens generated per sequence, rows computed) of a decode iteration, with drafts if they increase
+        throughput."""
         found = self._drafted.get(n)
         if found is None:
-            found = (*self._one(n), 1.0)
+            found = (*self._one(n), 1.0, n)
             if self.speculation is not None:
                 cached = n * sum(self.contexts) / 2
                 found = min(found, self._checked(n, self.speculation), key=lambda way: self._spent(n, cached, way))
             self._drafted[n] = found
         return found
 
-    def _spent(self, n: int, cached: float, way: tuple[float, float, float]) -> float:
-        a, b, tokens = way
-        return (max(a + b * cached, self._beside(n)) + self._waits(n)) / tokens
+    def _spent(self, n: int, cached: float, way: tuple[float, float, float, int]) -> float:
+        a, b, tokens, rows = way
+        return (max(a + b * cached, self._beside(n, rows)) + self._waits(n, rows)) / tokens
 
-    def _checked(self, n: int, s: Speculation) -> tuple[float, float, float]:
+    def _checked(self, n: int, s: Speculation) -> tuple[float, float, float, int]:
         """Drafts one after another, and a verification pass over them and one more token (arXiv:2211.17192), of a tree
         over all of its nodes (arXiv:2406.16858)."""
         rows, (low, high) = s.rows, self.contexts
@@ -318,7 +323,7 @@ class Iterations:
                 a, b = a + max(more, small.dispatch_s), b + grow
             if s.head and self.engine.name == OWN:  # whose host composes every level as it does an iteration
                 a += s.tokens * (self.between_s + self.engine.sequence_s * n)
-        return a, b, s.expected_tokens
+        return a, b, s.expected_tokens, n * rows
 
     def _read(self, n: int, rows: int, drafted: int, joins: bool) -> tuple[float, float]:
         """(a, b) of a pass over ``rows`` of each of ``n`` sequences, with logits of ``drafted`` of them. ``joins``:
@@ -331,17 +336,17 @@ class Iterations:
         join = self.parts.seconds(_join(self.e, n * rows)) if joins else 0.0
         return join + self.body(n * rows) + self.head(n * drafted) + short - slope * low, slope / n
 
-    def _waits(self, n: int) -> float:
-        e, before = self.engine, self.parts.weights.before
-        between = before + self.between_s
+    def _waits(self, n: int, rows: int) -> float:
+        e = self.engine
+        between = self.parts.before(rows) + self.between_s
         return between if e.overlap else between + e.schedule_s + e.sequence_s * n
 
-    def _beside(self, n: int, eager: bool = False) -> float:
+    def _beside(self, n: int, rows: int, eager: bool = False) -> float:
         e = self.engine
         hidden = e.schedule_s + e.sequence_s * n if e.overlap else 0.0
         eager = eager or not e.graphs or (e.name == OWN and n > self.most_captured)
-        text = e.reply_s + e.token_s * n - self._waits(n)
-        return max(hidden + (self.dispatch_s if eager else 0.0), self.parts.weights.beside, text)
+        text = e.reply_s + e.token_s * n - self._waits(n, rows)
+        return max(hidden + (self.dispatch_s if eager else 0.0), self.parts.beside(rows), text)
 
     def _size(self, decoding: int, tokens: int, prompts: int) -> int:
         """Number of tokens to which an iteration is padded as it was captured; 0: it was not. ``decoding``: sequences
@@ -384,8 +389,8 @@ class Iterations:
             a, b = self._one(n)
             gpu += a + b * cached - self.body(n) - self.head(n)
         over = max(0, new - self.engine.spill_tokens) if self.engine.spill_tokens else 0
-        host = self.engine.layer_s * self.e.model.num_layers + over * self.engine.spill_s
-        return max(gpu, self._beside(rows, eager=not size)) + host + self._waits(rows)
+        host = self.engine.layer_s * self.layers + over * self.engine.spill_s
+        return max(gpu, self._beside(rows, computed, eager=not size)) + host + self._waits(rows, computed)
 
 
 def _join(e: Experiment, rows: int) -> Op:

@@ -15,7 +15,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.scheduling import Scheduling
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import techniques_of
+from ridgeline.techniques.registry import remaining_model, techniques_of
 
 BLOCK = 16
 """Number of tokens per block of the cache; half of one per sequence is empty on average."""
@@ -45,7 +45,7 @@ def bytes_per_token(e: Experiment, stages: tuple[int, ...] = ()) -> float:
     """Bytes of keys and values of one token on one device, in a pipeline on one of the stage with the most layers
     (``stages``: of each, where they are not divided evenly); a layer with a sliding window keeps a bounded number, so
     it is not counted."""
-    m = e.model
+    m = remaining_model(e)
     layers: float = max(stages or even(m.num_layers, e.parallel.get("pp", 1)))
     if m.window_every > 1:
         layers *= 1 - m.windowed_layers / m.num_layers
@@ -83,7 +83,8 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     e, device = surface.e, surface.cluster.device
     weights = _weights(surface, s)
     work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
-    m, heads = e.model, max(1.0, e.model.cached_heads / e.parallel.get("tp", 1))
+    m = remaining_model(e)
+    heads = max(1.0, m.cached_heads / e.parallel.get("tp", 1))
     stages = s.stages or even(m.num_layers, e.parallel.get("pp", 1))
     each = s.block_bytes(m, stages[0], heads, DTYPE_BYTES[e.dtype])
     free = device.memory_bytes - device.reserved_bytes - weights - (work if w.kv_cache_share else 0.0)

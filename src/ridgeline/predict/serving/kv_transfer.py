@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ridgeline.spec.device import Link
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import kv_bytes
-from ridgeline.techniques.registry import techniques_of
+from ridgeline.techniques.registry import remaining_model, techniques_of
 
 
 class KVTransfer(NamedTuple):
@@ -29,7 +29,7 @@ def kv_transfer(e: Experiment, tokens: int, link: Link, compute: float, layerwis
     what is left after the last layer is ``max(t, L t - (L - 1) c)``. At once, the whole cache is one message after the
     pass (section 4.3 of the paper).
     """
-    m = e.model
+    m = remaining_model(e)
     dtype = next(filter(None, (t.cache_dtype for t in techniques_of(e.plan))), e.dtype)
     layer = m.cached_tensors * m.cached_heads * tokens * m.cached_dim * kv_bytes(dtype, m.cached_dim)
     nbytes = round(m.num_layers * layer)

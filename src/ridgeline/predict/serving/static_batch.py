@@ -126,7 +126,7 @@ class EngineTimes(NamedTuple):
     first: float
     """Mean time to the first token."""
     each: float
-    """Mean time per further token."""
+    """Mean time per further token: what a sequence waits for the prompts of others behind its own is part of it."""
     total: float
     """Of the whole batch."""
     batch: int
@@ -142,27 +142,41 @@ def engine_times(
 
     Prompts fill iterations up to the engine's token budget; decoding starts when all are processed. Decode iterations
     are linear in the cached tokens, so their mean is the one at the mean context. Where the cache is too small for all,
-    the batch runs in waves, and the times are those of the first. ``stages``: the layers are distributed over this many
-    ``cluster``s in sequence; a token passes through one after another, the chunks of a prompt are pipelined.
+    the batch runs in waves, and the times are those of the first; the total is that of all. ``stages``: the layers are
+    distributed over this many ``cluster``s in sequence; a token passes through one after another, the chunks of a
+    prompt are pipelined.
     """
-    last = w.prompt_len + w.output_len
+    longest = w.prompt_len + w.output_len
     if engine.half_sums and cluster.device.half_sums > 1:
         device = cluster.device
         rates = {k: v * device.half_sums for k, v in device.peak_flops.items() if k in ("fp16", "bf16")}
         faster = device.model_copy(update={"peak_flops": device.peak_flops | rates})
         cluster = cluster.model_copy(update={"device": faster})
-    surface = Iterations(e, techniques, cluster, engine, (w.prompt_len, last))
+    surface = Iterations(e, techniques, cluster, engine, (w.prompt_len, longest))
     space = room(e, surface, engine, e.micro_batch_size * w.prompt_len)
     batch = max(1, min(e.micro_batch_size, space.tokens // (w.prompt_len + BLOCK)))
     rest = e.micro_batch_size % batch or batch
-    first, each = _wave(surface, w, batch, stages)
-    later, other = (first, each) if rest == batch else _wave(surface, w, rest, stages)
+    wave = _wave(surface, w, batch, stages)
+    last = wave if rest == batch else _wave(surface, w, rest, stages)
     steps, full = w.output_len - 1, -(-e.micro_batch_size // batch) - 1
-    return EngineTimes(first, each, full * (first + steps * each) + later + steps * other, batch, space)
+    total = full * (wave.prompts + steps * wave.step) + last.prompts + steps * last.step
+    waits = (wave.prompts - wave.first) / steps if steps else 0.0
+    return EngineTimes(wave.first, wave.step + waits, total, batch, space)
 
 
-def _wave(surface: Iterations, w: Generate, batch: int, stages: int) -> tuple[float, float]:
-    """(mean seconds to the first token, mean seconds per further token) of ``batch`` sequences that start together."""
+class _Wave(NamedTuple):
+    """Seconds of sequences that start together."""
+
+    first: float
+    """Mean time to the first token."""
+    prompts: float
+    """Until all prompts are processed."""
+    step: float
+    """Mean time of a decode iteration."""
+
+
+def _wave(surface: Iterations, w: Generate, batch: int, stages: int) -> _Wave:
+    """The times of ``batch`` sequences that start together."""
     engine = surface.engine
     per = max(1, engine.max_num_batched_tokens // w.prompt_len)
     now, firsts, hops = engine.request_s, 0.0, (stages - 1) * engine.hop_s
@@ -175,10 +189,10 @@ def _wave(surface: Iterations, w: Generate, batch: int, stages: int) -> tuple[fl
         for at in range(0, len(parts), group):  # the last waits for those before it at one stage
             some = parts[at : at + group]
             first += sum(some[:-1]) / stages + some[-1] + hops
-        return first, surface.mixed([], 1, round(w.prompt_len + w.output_len / 2)) + hops
+        return _Wave(first, first, surface.mixed([], 1, round(w.prompt_len + w.output_len / 2)) + hops)
     for start in range(0, batch, per):
         n = min(per, batch - start)
         now += surface.mixed([(w.prompt_len, 0)] * n, 0, 0) + hops
         firsts += n * now
     each = surface.mixed([], batch, round(batch * (w.prompt_len + w.output_len / 2))) + hops
-    return firsts / batch, each
+    return _Wave(firsts / batch, now, each)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from ridgeline.graph.graph import Block, Graph, Op, alternate
+from ridgeline.graph.graph import Block, Graph, Op, Pipeline, alternate
 from ridgeline.graph.schedule import in_flight
 
 
@@ -118,7 +118,7 @@ def training_peak(g: Graph, ranks: Collection[int] = ()) -> Peak:
     pipe = g.pipeline
     best = Peak({}, "")
     stages = g.cut(pipe.degree * pipe.chunks)
-    for rank in ranks or sorted({0, 1, pipe.degree - 1}):
+    for rank in ranks or _candidates(stages, pipe):
         own: dict[int, Block] = {}  # chunks of one kind together
         for b in (b for stage in stages[rank :: pipe.degree] for b in stage):
             earlier = own.get(id(b.params))
@@ -140,6 +140,18 @@ def training_peak(g: Graph, ranks: Collection[int] = ()) -> Peak:
         if peak.total > best.total:
             best = Peak(peak.categories, f"{peak.instant}, stage {rank}")
     return best
+
+
+def _candidates(stages: list[list[Block]], pipe: Pipeline) -> list[int]:
+    """Ranks one of which needs most: of those with the same blocks, the first has the most micro-batches in flight, and
+    with delayed weight gradients the last has the most of these."""
+    first: dict[tuple[tuple[int, int], ...], int] = {}
+    last: dict[tuple[tuple[int, int], ...], int] = {}
+    for rank in range(pipe.degree):
+        blocks = tuple([(id(b.params), b.repeat) for stage in stages[rank :: pipe.degree] for b in stage])
+        first.setdefault(blocks, rank)
+        last[blocks] = rank
+    return sorted({*first.values(), *(last.values() if pipe.schedule == "zero_bubble" else ())})
 
 
 def least_activations(g: Graph, moved: bool = True) -> dict[str, float]:

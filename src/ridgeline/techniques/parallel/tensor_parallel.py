@@ -17,7 +17,7 @@ from ridgeline.spec.sharding import Sharding
 from ridgeline.spec.workload import Pretrain, Serve
 from ridgeline.techniques.parallel.divide_layers import divide_block, is_partial
 from ridgeline.techniques.parallel.operator_sharding import OperatorSharding
-from ridgeline.techniques.registry import has, refuse, techniques_of
+from ridgeline.techniques.registry import has, refuse, remaining_model, techniques_of
 from ridgeline.techniques.technique import Card, Phase, Technique, degrees, nearest_divisor
 
 if TYPE_CHECKING:
@@ -87,16 +87,17 @@ class TensorParallel(Technique):
 
     def check(self, e: Experiment) -> None:
         """Heads and MLP width must be divisible."""
-        for what, size in (("attention heads", e.model.num_heads), ("MLP columns", e.model.intermediate_size)):
+        m = remaining_model(e)
+        for what, size in (("attention heads", m.num_heads), ("MLP columns", m.intermediate_size)):
             near = nearest_divisor(gcd(size, e.world), self.degree)
             self.needs(
                 size % self.degree == 0,
-                f"{size} {what} of {e.model.name} do not divide over {self.degree} ranks",
+                f"{size} {what} of {m.name} do not divide over {self.degree} ranks",
                 f"use degree={near}, or another that divides {size}"
                 if near > 1
                 else f"use a degree that divides {size}, and a multiple of as many devices",
             )
-        kv = e.model.num_kv_heads
+        kv = m.num_kv_heads
         self.needs(
             kv % self.degree == 0 or self.degree % kv == 0,
             f"{kv} key/value heads neither divide over {self.degree} ranks nor repeat evenly on them",
@@ -142,10 +143,10 @@ class TensorParallel(Technique):
         Our own serving engine replicates the embedding and the head; experts that expert_parallel divides are left to
         it.
         """
-        t = self.degree
+        t, m = self.degree, remaining_model(e)
         whole = isinstance(e.workload, Serve) and engine_name(e.workload.engine, e.cluster.device.name) == OWN
         apart = e.task == "serve" and has(e, "divided_experts")
-        g.kv_cache /= min(t, e.model.cached_heads)
+        g.kv_cache /= min(t, m.cached_heads)
         if (plan := self.sharded(e)) is not None:
             made = OperatorSharding(g, e, plan, t)
             made.run()
@@ -154,8 +155,8 @@ class TensorParallel(Technique):
         for b in g.blocks:
             if whole and b.name in ("embed", "head"):
                 continue
-            stream = g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype]
-            divide_block(b, e.model, t, stream, g.tokens, lambda name: apart and ".experts." in name)
+            stream = g.tokens * m.hidden_size * DTYPE_BYTES[g.dtype]
+            divide_block(b, m, t, stream, g.tokens, lambda name: apart and ".experts." in name)
         sequence = has(e, "sequence_parts")
         joint = e.model.joint_qk_norm
         g.closing.append(lambda graph: _sum_partial(graph, t, sequence, joint))

@@ -18,7 +18,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Generate, Serve
 from ridgeline.techniques.parts import Part
-from ridgeline.techniques.registry import techniques_of
+from ridgeline.techniques.registry import remaining_model
 from ridgeline.techniques.technique import Phase, Technique
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def stored(e: Experiment, t: WeightOnly) -> tuple[int, float]:
 
     Layers that stay dense have the dtype of the checkpoint that is compressed; without one, the dtype of the plan.
     """
-    return _stored(left(e), DTYPE_BYTES[_checkpoint_dtype(e)], t)
+    return _stored(remaining_model(e), DTYPE_BYTES[_checkpoint_dtype(e)], t)
 
 
 @lru_cache(maxsize=64)  # a search asks for each of its thousands of plans
@@ -177,12 +177,12 @@ def _stored(model: ModelSpec, wide: float, t: WeightOnly) -> tuple[int, float]:
 
 def coded_matrices(e: Experiment) -> int:
     """Number of quantized matrices, counting each expert's."""
-    return _coded(left(e))[0]
+    return _coded(remaining_model(e))[0]
 
 
 def coded_weights(e: Experiment) -> int:
     """Number of quantized weights."""
-    return _coded(left(e))[1]
+    return _coded(remaining_model(e))[1]
 
 
 @lru_cache(maxsize=64)
@@ -262,7 +262,7 @@ def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
 
 def groups_codes(e: Experiment, bits: int, group_size: int) -> bool:
     """Whether GPU kernels read all experts' codes of ``bits`` with a scale per group; 0: per row."""
-    spec = left(e)
+    spec = remaining_model(e)
     return all(striped(width, bits, group_size or width) for width in (spec.hidden_size, spec.intermediate_size))
 
 
@@ -277,19 +277,11 @@ def in_int8(g: Graph, e: Experiment) -> Graph:
     return g.each_block(lower, layers_only=True)
 
 
-def left(e: Experiment) -> ModelSpec:
-    """The model that remains where the plan makes it smaller."""
-    spec = e.model
-    for t in techniques_of(e.plan):
-        spec = t.resized(spec)
-    return spec
-
-
 def widths(e: Experiment) -> dict[str, tuple[int, int]]:
     """(out, in) of all linear layers of the blocks, including an expert's, by name."""
     from ridgeline.spec.targets import linears
 
-    spec = left(e)
+    spec = remaining_model(e)
     found = linears(spec)
     if spec.num_experts:
         h, f = spec.hidden_size, spec.intermediate_size
