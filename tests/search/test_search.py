@@ -201,6 +201,15 @@ def test_a_model_too_large_for_one_device_is_served_as_well_as_one_that_fits(mod
     assert best.metrics["e2e_s"] <= 1.1 * vllm.metrics["e2e_s"].value
 
 
+def test_plans_say_what_they_were_judged_by_in_every_task():
+    """Which layout is fastest depends on the batch: BERT's 16 sequences of 512 tokens over PCIe favor stages."""
+    step = load(Pretrain(seq_len=512, batch_size=16))
+    assert step == ["load: 16 sequences of 512 tokens in a step (--batch-size, --seq-len)"]
+    assert load(Pretrain(seq_len=512))[0].startswith("load: one sequence per replica of 512 tokens")
+    pass_ = load(Generate(prompt_len=512, output_len=64))
+    assert pass_ == ["load: sequences of 512 + 64 tokens (--prompt-len, --output-len)"]
+
+
 def test_a_serving_load_that_is_left_open_shows_what_the_devices_can_do():
     q = Question(catalog.model("llama3.1-8b"), catalog.cluster("h100-sxm"), Serve(requests=40))
     assert q.workload.concurrency == 40
