@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import replace
 from itertools import product
@@ -364,6 +365,20 @@ def test_reasons_are_chains():
     assert "therefore" in str(said["plain plan"])
     off = {c.card.name for c in answer.question.techniques()} - answer.best[0].names
     assert off <= set(said)
+
+
+def test_reasons_are_of_the_goal_and_of_the_technique_itself():
+    """With goal memory it counts what grows, not what takes longer; what no plan can have has its own reason, not that
+    of a technique that the best plan does not have either."""
+    q = question(
+        goal="memory", only=frozenset({"zero", "tensor_parallel", "pipeline", "mixed_precision", "static_memory"})
+    )
+    answer = search(q, workers=1)
+    off = [w for w in why_not(answer) if "best plan is" in w.therefore]
+    assert off
+    assert all(re.search(r"\+[\d.]+ [MG]iB|nothing gets smaller", w.because) for w in off), off
+    alone = {w.what: w.because for w in why_not(answer)}
+    assert alone["static_memory"].startswith("on GPUs collectives use memory on streams of their own")
 
 
 def test_a_limit_that_nobody_keeps_is_loosened_to_the_nearest():

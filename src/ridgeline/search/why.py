@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from ridgeline import catalog
 from ridgeline.predict.predict import predict
 from ridgeline.predict.quick import quick
-from ridgeline.report.units import percent
+from ridgeline.report.units import percent, size
 from ridgeline.search.found import ALIKE, WORTH, Answer, Tried
 from ridgeline.search.question import Question
 from ridgeline.search.search import search
@@ -128,6 +129,8 @@ def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried
     more, fewer = other.experiment.cluster.size, best.experiment.cluster.size
     if q.goal == "cost" and more > fewer:
         causes = f"it takes {more} devices, not {fewer}"
+    elif q.goal == "memory":
+        causes = " and ".join(_larger(best, other)) or "nothing gets smaller"
     elif isinstance(q.workload, Serve):
         causes = " and ".join(_longer(best, other)) or "no time gets shorter"
     else:
@@ -140,6 +143,13 @@ def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried
     extra = " + ".join(s for s in brief(other.experiment.plan) if s.split(":")[0] == name)
     verdict = "no better" if behind < 1.005 else f"{behind:.2f}x behind the best plan"
     return WhyNot(extra or name, causes, f"its best plan is {verdict}")
+
+
+def _larger(best: Tried, other: Tried) -> list[str]:
+    """The two categories at the peak that grew most in the other plan: ``activations +1.20 GiB``."""
+    grown = {k: v - best.quick.peak.get(k, 0.0) for k, v in other.quick.peak.items()}
+    worse = sorted(((v, k) for k, v in grown.items() if v >= 0.01 * sum(best.quick.peak.values())), reverse=True)[:2]
+    return [f"{k} +{size(v)}" for v, k in worse]
 
 
 def _longer(best: Tried, other: Tried) -> Iterator[str]:
@@ -191,10 +201,15 @@ def _alone(q: Question, cls: type[Technique]) -> str:
                 return ""
             except Incompatible as refusal:
                 name, _, reason = refusal.what.partition(": ")
-                if name == cls.card.name and not any(p.card.name in reason for p in beside):
+                if name == cls.card.name and not any(_named(p, reason) for p in beside):
                     reasons[reason] += 1
     # What one partner would lift is refused beside all others; the rarest reason is what stays even then.
     return min(reasons, key=reasons.__getitem__) if reasons else ""
+
+
+def _named(t: Technique, reason: str) -> bool:
+    """Whether a reason is about the technique: by its name or by its axis, ``the plan divides it (tp)``."""
+    return t.card.name in reason or not set(re.findall(r"\w+", reason)).isdisjoint(t.axes())
 
 
 def _beside(q: Question, best: Tried, cls: type[Technique]) -> str:
