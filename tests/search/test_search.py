@@ -365,6 +365,13 @@ def test_reasons_are_chains():
     assert "therefore" in str(said["plain plan"])
     off = {c.card.name for c in answer.question.techniques()} - answer.best[0].names
     assert off <= set(said)
+    more = FEW | {"flash_attention", "fused_layers"}
+    answer = search(question(model="llama3.2-1b", workload=Pretrain(seq_len=4096, batch_size=32), only=more), workers=1)
+    step = answer.best[0].metrics["step_time_s"]
+    said = {w.what.split(":")[0]: w for w in why_not(answer)}
+    grown = [float(s) for w in said.values() for s in re.findall(r"\+([\d.e-]+) s", w.because)]
+    assert grown
+    assert min(grown) >= 0.001 * step, "nothing is due to what nobody would notice"
 
 
 def test_reasons_are_of_the_goal_and_of_the_technique_itself():

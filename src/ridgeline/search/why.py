@@ -24,6 +24,10 @@ from ridgeline.techniques.technique import Technique
 
 GIB = 2.0**30
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
+_NOTHING = 0.001
+"""Share of the whole below which a difference is not named."""
+_TOTAL = {"pretrain": "step_time_s", "finetune": "step_time_s", "generate": "e2e_s"}
+"""What phases of a task add up to."""
 _LATENCIES = frozenset({"ttft_s", "tpot_s", "e2e_s"})
 """Of serving: means over the requests."""
 
@@ -135,7 +139,8 @@ def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried
         causes = " and ".join(_longer(best, other)) or "no time gets shorter"
     else:
         grown = {k: v - _phases(reference).get(k, 0.0) for k, v in _phases(predict(other.experiment)).items()}
-        worse = sorted(((v, k) for k, v in grown.items() if v > 0), reverse=True)[:2]
+        least = _NOTHING * reference.metrics[_TOTAL[q.workload.kind]].value
+        worse = sorted(((v, k) for k, v in grown.items() if v >= least), reverse=True)[:2]
         causes = " and ".join(f"{k} +{v:.3g} s" for v, k in worse) or "nothing gets shorter"
     behind = 1 / _ahead(q, best, other)
     if behind > WORTH:
@@ -166,8 +171,9 @@ def _unproven(q: Question, name: str, best: Tried, other: Tried) -> WhyNot | Non
     ahead = _ahead(q, best, other)
     if name not in other.unvalidated or ahead < 1:
         return None
-    return WhyNot(name, f"predictions with it were never compared with published measurements, and it gains"
-                  f" {percent(ahead - 1)}", "the plan without it comes first")  # fmt: skip
+    gain = percent(ahead - 1) if ahead - 1 >= _NOTHING else "nothing"
+    return WhyNot(name, f"predictions with it were never compared with published measurements, and it gains {gain}",
+                  "the plan without it comes first")  # fmt: skip
 
 
 def _ahead(q: Question, best: Tried, other: Tried) -> float:
