@@ -357,6 +357,12 @@ def test_no_feasible_plan_has_a_closest_miss_and_a_way_out():
         assert search(fewer, first_feasible=True).best == []
 
 
+def test_more_devices_than_a_node_has_are_tried():
+    found = {r.change for r in relaxations(search(question(model="llama2-70b", on="2xa100-80g-sxm"), workers=1))}
+    assert "16 devices" in found, "one node of eight does not hold the states"
+    assert "8 devices" not in found
+
+
 def test_reasons_are_chains():
     answer = search(question())
     said = {w.what.split(":")[0]: w for w in why_not(answer)}

@@ -24,6 +24,8 @@ from ridgeline.techniques.technique import Technique
 
 GIB = 2.0**30
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
+_NODE = 8
+"""Devices of a usual node."""
 _NOTHING = 0.001
 """Share of the whole below which a difference is not named."""
 _TOTAL = {"pretrain": "step_time_s", "finetune": "step_time_s", "generate": "e2e_s"}
@@ -310,9 +312,12 @@ def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
         (f"{c.size * k} devices", replace(q, cluster=c.model_copy(update={"nodes": c.nodes * k})))
         for k in _MORE_DEVICES
     ]
-    if c.nodes == 1 and c.size < 8:  # fill the node first
-        whole = [n for n in (2, 4, 8) if n > c.size]
-        larger = [(f"{n} devices", replace(q, cluster=c.model_copy(update={"devices_per_node": n}))) for n in whole]
+    if c.nodes == 1 and c.size < _NODE:  # fill the node first
+        sizes = [(1, n) for n in (2, 4, _NODE) if n > c.size] + [(k, _NODE) for k in _MORE_DEVICES]
+        larger = [
+            (f"{k * n} devices", replace(q, cluster=c.model_copy(update={"nodes": k, "devices_per_node": n})))
+            for k, n in sizes
+        ]
     yield larger
     if q.training and q.slo.get("peak_bytes", math.inf) <= c.device.memory_bytes:
         return  # what a step takes is no less on a device that has more
