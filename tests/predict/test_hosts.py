@@ -31,8 +31,8 @@ def test_servers_of_the_benchmark_paper(name):
 
 
 def test_servers_of_later_devices_update_faster():
-    """Optimizers on the CPU are bound by its memory, DDR4 beside an A100 and DDR5 beside an H100: the data sheets of the
-    DGX name the processors."""
+    """Optimizers on the CPU are bound by its memory, DDR4 beside an A100 and DDR5 beside an H100. The data sheets of
+    the DGX name the processors."""
 
     def update(on):
         return sum(r.seconds for r in predict(offloaded(f"8x{on}")).breakdown if r.kind == "host_update")
