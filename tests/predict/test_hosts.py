@@ -1,5 +1,7 @@
 """The server around the devices: its memory limits what is offloaded, its bandwidth and cores how fast that is."""
 
+from itertools import pairwise
+
 import pytest
 
 from ridgeline import catalog, experiments
@@ -26,6 +28,20 @@ def test_servers_of_the_benchmark_paper(name):
     host = catalog.device(name).host
     assert host.cores in (32, 40, 48)
     assert 100e9 < host.memory_bandwidth < 500e9
+
+
+def test_servers_of_later_devices_update_faster():
+    """Optimizers on the CPU are bound by its memory, DDR4 beside an A100 and DDR5 beside an H100. The data sheets of
+    the DGX name the processors."""
+
+    def update(on):
+        return sum(r.seconds for r in predict(offloaded(f"8x{on}")).breakdown if r.kind == "host_update")
+
+    seconds = [update(name) for name in ("a100-80g-sxm", "h100-sxm", "b200")]
+    rates = [409.6, 614.4, 716.8]
+    for (slow, fast), (few, more) in zip(pairwise(seconds), pairwise(rates), strict=True):
+        assert slow / fast == pytest.approx(more / few)
+    assert update("h200-sxm") == pytest.approx(seconds[1])
 
 
 def test_what_does_not_fit_in_host_memory_is_infeasible_and_says_so():
@@ -70,7 +86,7 @@ def seconds_of(plan, device, on="8xa100-80g-sxm", **workload):
     return {name: m.value for name, m in predict(e).metrics.items()}
 
 
-@pytest.mark.parametrize("name", ["t4", "a100-80g-sxm", "mi300x"])
+@pytest.mark.parametrize("name", ["t4", "l40s", "mi300x"])
 def test_a_server_of_which_only_the_memory_is_known_changes_no_time(name):
     device = catalog.device(name)
     assert (device.host.cores, device.host.memory_bandwidth) == (None, None)

@@ -438,10 +438,12 @@ def test_the_survey_has_every_technique():
 def test_the_paper_in_one_command():
     """All its tables; what is predicted wrongly is said so, and is what docs/accuracy.md lists."""
     start = time.monotonic()
-    found = run_study(load_study(ROOT / "studies" / "dissecting.toml"), Path("unused"))
+    study = load_study(ROOT / "studies" / "dissecting.toml")
+    found = run_study(study, Path("unused"))
     assert found.seconds <= time.monotonic() - start
     names = "pretraining megatron scaling phases modules finetuning serving rates inference gemm copies all_reduce"
     assert {t.name for t in found.tables} >= set(names.split())
     assert not [c for c in found.cells if c.status not in ("ok", "infeasible")]
     assert all(f.predicted is not None for f in found.findings)
-    assert all(f.note for f in found.findings if f.verdict == "disagrees"), "with the reason"
+    reasons = {f.says: f.note for f in study.findings}  # without what is said of cells that do not fit
+    assert not [f.says for f in found.findings if f.verdict == "disagrees" and not reasons[f.says]], "with the reason"

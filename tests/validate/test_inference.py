@@ -43,6 +43,21 @@ def test_serving_cases():
     assert got["tpot_s"].alternatives != serving.cases(row(SERVING, concurrency=16))[1].alternatives
 
 
+def test_cases_say_what_bounds_them():
+    prompt, token = generation.cases(row(GENERATION, model="llama2-70b", tp="8", batch="1", prompt_len="2048"))
+    assert prompt.why.startswith("gemm ")
+    assert token.why.startswith("gemm ")
+    shares = [{name: int(share[:-1]) for name, share in (part.rsplit(" ", 1) for part in case.why.split(", "))}
+              for case in (prompt, token)]  # fmt: skip
+    assert all(1 < s["communication"] < 50 for s in shares), shares
+    assert shares[0] != shares[1], "each pass has its own collectives"
+    alone, crowd = (serving.cases(row(SERVING, concurrency=n))[:2] for n in (1, 64))
+    assert all(case.why.startswith("gemm ") for case in (alone[1], crowd[1]))
+    waits = [int(cases[0].why.removeprefix("waiting for other requests ").rstrip("%")) for cases in (alone, crowd)]
+    assert waits[0] == 0
+    assert 50 < waits[1] <= 100
+
+
 def test_what_is_not_published_is_left_out():
     assert [c.quantity for c in generation.cases(row(GENERATION, ttft_s=""))] == ["tpot_s"]
     with pytest.raises(BadCell, match="empty"):

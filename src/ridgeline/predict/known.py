@@ -46,7 +46,7 @@ def known_of(e: Experiment, techniques: Sequence[Technique], waiting: float) -> 
         notes.append(
             f"bandwidth between {device.name} is that of {device.link.server}, from which others may differ much"
         )
-    unlike = [t.card.name for t in techniques if e.task not in t.card.validated]
+    unlike = [what for t in techniques if (what := t.unproven(e.task))]
     if unlike and device.kind == "gpu":
         notes.append(f"wider interval: no published measurement was at hand of {', '.join(unlike)} in {e.task}")
     name = getattr(e.workload, "engine", "")

@@ -15,7 +15,7 @@ from ridgeline.search.found import ALIKE, Answer, Tried
 from ridgeline.search.kinds import difference
 from ridgeline.search.question import HIGHER
 from ridgeline.search.why import Relaxation, WhyNot
-from ridgeline.spec.workload import Serve, Workload
+from ridgeline.spec.workload import Generate, Training, Workload
 from ridgeline.techniques.registry import brief, registry
 
 TIGHT = 0.95
@@ -112,9 +112,13 @@ def trade(t: Tried, first: Tried, goal: str) -> str:
 
 
 def load(w: Workload) -> list[str]:
-    """What plans for serving were judged by: ``load: 4 requests/s, of 512 + 128 tokens``."""
-    if not isinstance(w, Serve):
-        return []
+    """What plans were judged by: ``load: 4 requests/s, of 512 + 128 tokens``, ``load: 32 sequences of 4096 tokens in a
+    step``."""
+    if isinstance(w, Training):
+        batch = f"{w.batch_size} sequences" if w.batch_size else "one sequence per replica"
+        return [f"load: {batch} of {w.seq_len} tokens in a step (--batch-size, --seq-len)"]
+    if isinstance(w, Generate):
+        return [f"load: sequences of {w.prompt_len} + {w.output_len} tokens (--prompt-len, --output-len)"]
     if w.trace:
         return [f"load: {w.trace}" + (f", at {w.rate:g} requests/s" if w.rate else "")]
     lengths = f"of {w.prompt_len} + {w.output_len} tokens" + (" on average" if w.length_cv or w.output_cv else "")

@@ -14,7 +14,7 @@ from ridgeline.search.kinds import kind_of
 from ridgeline.search.least_memory import States
 from ridgeline.search.question import HIGHER, Question
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import registry, techniques_of
+from ridgeline.techniques.registry import techniques_of
 
 KEPT = 5
 """Answers, and nearest misses."""
@@ -115,9 +115,9 @@ class Tried:
 
     @property
     def unvalidated(self) -> list[str]:
-        """Techniques that are on without whose kind any prediction was compared with published measurements."""
-        task = self.experiment.task
-        return sorted(name for name in self.names if task not in registry()[name].card.validated)
+        """Techniques, or options of one, without whose kind any prediction was compared with published measurements."""
+        e = self.experiment
+        return sorted(what for t in techniques_of(e.plan) if (what := t.unproven(e.task)))
 
     @property
     def doubt(self) -> float:

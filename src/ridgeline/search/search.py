@@ -215,7 +215,7 @@ def without_idle(q: Question, t: Tried, always: Set) -> Tried:
             continue
         without = ranked(q, e, timed)
         idle = all(abs(timed.metrics.get(k, math.inf) - v) <= _NOTHING * abs(v) for k, v in t.metrics.items())
-        if idle or (technique.card.name in t.unvalidated and order(without) < order(t)):
+        if idle or (technique.unproven(q.workload.kind) and order(without) < order(t)):
             t = without
     return t
 

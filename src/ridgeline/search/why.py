@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from ridgeline import catalog
 from ridgeline.predict.predict import predict
 from ridgeline.predict.quick import quick
-from ridgeline.report.units import percent
+from ridgeline.report.units import percent, size
 from ridgeline.search.found import ALIKE, WORTH, Answer, Tried
 from ridgeline.search.question import Question
 from ridgeline.search.search import search
@@ -23,6 +24,12 @@ from ridgeline.techniques.technique import Technique
 
 GIB = 2.0**30
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
+_NODE = 8
+"""Devices of a usual node."""
+_NOTHING = 0.001
+"""Share of the whole below which a difference is not named."""
+_TOTAL = {"pretrain": "step_time_s", "finetune": "step_time_s", "generate": "e2e_s"}
+"""What phases of a task add up to."""
 _LATENCIES = frozenset({"ttft_s", "tpot_s", "e2e_s"})
 """Of serving: means over the requests."""
 
@@ -128,11 +135,14 @@ def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried
     more, fewer = other.experiment.cluster.size, best.experiment.cluster.size
     if q.goal == "cost" and more > fewer:
         causes = f"it takes {more} devices, not {fewer}"
+    elif q.goal == "memory":
+        causes = " and ".join(_larger(best, other)) or "nothing gets smaller"
     elif isinstance(q.workload, Serve):
         causes = " and ".join(_longer(best, other)) or "no time gets shorter"
     else:
         grown = {k: v - _phases(reference).get(k, 0.0) for k, v in _phases(predict(other.experiment)).items()}
-        worse = sorted(((v, k) for k, v in grown.items() if v > 0), reverse=True)[:2]
+        least = _NOTHING * reference.metrics[_TOTAL[q.workload.kind]].value
+        worse = sorted(((v, k) for k, v in grown.items() if v >= least), reverse=True)[:2]
         causes = " and ".join(f"{k} +{v:.3g} s" for v, k in worse) or "nothing gets shorter"
     behind = 1 / _ahead(q, best, other)
     if behind > WORTH:
@@ -140,6 +150,13 @@ def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried
     extra = " + ".join(s for s in brief(other.experiment.plan) if s.split(":")[0] == name)
     verdict = "no better" if behind < 1.005 else f"{behind:.2f}x behind the best plan"
     return WhyNot(extra or name, causes, f"its best plan is {verdict}")
+
+
+def _larger(best: Tried, other: Tried) -> list[str]:
+    """The two categories at the peak that grew most in the other plan: ``activations +1.20 GiB``."""
+    grown = {k: v - best.quick.peak.get(k, 0.0) for k, v in other.quick.peak.items()}
+    worse = sorted(((v, k) for k, v in grown.items() if v >= 0.01 * sum(best.quick.peak.values())), reverse=True)[:2]
+    return [f"{k} +{size(v)}" for v, k in worse]
 
 
 def _longer(best: Tried, other: Tried) -> Iterator[str]:
@@ -156,8 +173,9 @@ def _unproven(q: Question, name: str, best: Tried, other: Tried) -> WhyNot | Non
     ahead = _ahead(q, best, other)
     if name not in other.unvalidated or ahead < 1:
         return None
-    return WhyNot(name, f"predictions with it were never compared with published measurements, and it gains"
-                  f" {percent(ahead - 1)}", "the plan without it comes first")  # fmt: skip
+    gain = percent(ahead - 1) if ahead - 1 >= _NOTHING else "nothing"
+    return WhyNot(name, f"predictions with it were never compared with published measurements, and it gains {gain}",
+                  "the plan without it comes first")  # fmt: skip
 
 
 def _ahead(q: Question, best: Tried, other: Tried) -> float:
@@ -191,10 +209,15 @@ def _alone(q: Question, cls: type[Technique]) -> str:
                 return ""
             except Incompatible as refusal:
                 name, _, reason = refusal.what.partition(": ")
-                if name == cls.card.name and not any(p.card.name in reason for p in beside):
+                if name == cls.card.name and not any(_named(p, reason) for p in beside):
                     reasons[reason] += 1
     # What one partner would lift is refused beside all others; the rarest reason is what stays even then.
     return min(reasons, key=reasons.__getitem__) if reasons else ""
+
+
+def _named(t: Technique, reason: str) -> bool:
+    """Whether a reason is about the technique: by its name or by its axis, ``the plan divides it (tp)``."""
+    return t.card.name in reason or not set(re.findall(r"\w+", reason)).isdisjoint(t.axes())
 
 
 def _beside(q: Question, best: Tried, cls: type[Technique]) -> str:
@@ -289,9 +312,12 @@ def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
         (f"{c.size * k} devices", replace(q, cluster=c.model_copy(update={"nodes": c.nodes * k})))
         for k in _MORE_DEVICES
     ]
-    if c.nodes == 1 and c.size < 8:  # fill the node first
-        whole = [n for n in (2, 4, 8) if n > c.size]
-        larger = [(f"{n} devices", replace(q, cluster=c.model_copy(update={"devices_per_node": n}))) for n in whole]
+    if c.nodes == 1 and c.size < _NODE:  # fill the node first
+        sizes = [(1, n) for n in (2, 4, _NODE) if n > c.size] + [(k, _NODE) for k in _MORE_DEVICES]
+        larger = [
+            (f"{k * n} devices", replace(q, cluster=c.model_copy(update={"nodes": k, "devices_per_node": n})))
+            for k, n in sizes
+        ]
     yield larger
     if q.training and q.slo.get("peak_bytes", math.inf) <= c.device.memory_bytes:
         return  # what a step takes is no less on a device that has more

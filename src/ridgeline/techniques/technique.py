@@ -139,6 +139,11 @@ class Technique(BaseModel):
         """Whether the compressed checkpoint fits only our own format."""
         return False
 
+    def unproven(self, task: str) -> str:
+        """What of it no prediction in ``task`` was compared with published measurements: its name, or an option; empty
+        where one was."""
+        return "" if task in self.card.validated else self.card.name
+
     def owns(self) -> frozenset[Part]:
         """What it alone decides with these options."""
         return self.card.owns

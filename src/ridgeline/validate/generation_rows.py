@@ -14,9 +14,10 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
+from ridgeline.spec.result import Row
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.registry import resolve
-from ridgeline.validate.case import Case
+from ridgeline.validate.case import Case, largest_kinds
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.degrees import tensor_degree
 from ridgeline.validate.nouns import device_of, model_of
@@ -106,14 +107,25 @@ def cases(row: CsvRow) -> list[Case]:
     stream = weights / (e.world * device.memory_bandwidth)
     out = []
     plan = ("generation", m.name, device.name, engine.name, w.prompt_len, w.batch_size, w.output_len)
-    for name, terms in (("ttft_s", (flops, 1.0)), ("tpot_s", (stream, 1.0))):
+    prompt, tokens = _passes(result.breakdown)
+    for name, terms, rows in (("ttft_s", (flops, 1.0), prompt), ("tpot_s", (stream, 1.0), tokens)):
         group = f"{device.name} {m.name} {engine.name} {name.removesuffix('_s')}"
         if row.has(name) and not (name == "tpot_s" and w.output_len < 2):
             out.append(
                 Case(group, name, row.number(name, above=0.0), result.metrics[name].value,
                      terms=terms, alternatives=(*plan, name) if name == "tpot_s" else None,
-                     spread=stated_spread(result.metrics[name]), known=known, **shared)
+                     why=largest_kinds(rows), spread=stated_spread(result.metrics[name]), known=known, **shared)
             )  # fmt: skip
     if not out:
         raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")
     return out
+
+
+def _passes(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows of the prompt, then those of all further tokens; each pass has its own of communication."""
+    seen: set[tuple[str, str]] = set()
+    for i, row in enumerate(rows):
+        if row.phase == "decode" or (row.module, row.operator) in seen:
+            return rows[:i], rows[i:]
+        seen.add((row.module, row.operator))
+    return rows, []

@@ -12,7 +12,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain
-from ridgeline.techniques.registry import resolve
+from ridgeline.techniques.registry import brief, resolve
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
@@ -34,7 +34,7 @@ def cases(row: CsvRow) -> list[Case]:
     quantity, measured = row.text("quantity"), row.number("value", above=0.0)
     e = experiment(row)
     result = _predicted(e)
-    plan = " ".join(e.plan.strings())
+    plan = " ".join(brief(e.plan))
     if quantity == "iteration_time_s":
         step = result.metrics["step_time_s"].value
         flops = result.metrics["hfu"].value * step

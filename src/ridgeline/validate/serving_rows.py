@@ -14,7 +14,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import resolve
-from ridgeline.validate.case import Case
+from ridgeline.validate.case import Case, largest_kinds
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.degrees import tensor_degree
 from ridgeline.validate.generation_rows import cluster_of, long_enough
@@ -125,12 +125,15 @@ def _judged(row: CsvRow, inferred: bool) -> list[Case]:
     clients = float(w.concurrency or 1)
     same = (model.name, device.name, w.engine, row.text("input_len"), row.text("output_len"), w.concurrency)
     out, suffix = [], "" if inferred else ALONE
-    for name, terms in (("ttft_s", (flops, 1.0)), ("tpot_s", (stream, flops * clients / w.output_len, 1.0))):
+    waits = f"waiting for other requests {result.metrics['waiting_share'].value:.0%}"
+    decode = largest_kinds(result.breakdown)
+    for name, terms, why in (("ttft_s", (flops, 1.0), waits),
+                             ("tpot_s", (stream, flops * clients / w.output_len, 1.0), decode)):  # fmt: skip
         if row.has(name) and not (name == "tpot_s" and row.count("output_len") < 2):
             m = result.metrics[name]
             out.append(
                 Case(f"{group} {name.removesuffix('_s')}{suffix}", name, row.number(name, above=0.0), m.value,
-                     label=label, terms=terms, alternatives=same if name == "tpot_s" and inferred else None,
+                     label=label, terms=terms, why=why, alternatives=same if name == "tpot_s" and inferred else None,
                      line=row.line, spread=stated_spread(m), known=known, source=source_of(e.cluster))
             )  # fmt: skip
     if not out:

@@ -25,8 +25,8 @@ from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain, Training
 from ridgeline.techniques.memory.recompute import Recompute
 from ridgeline.techniques.precision.mixed_precision import MixedPrecision
-from ridgeline.techniques.registry import has, of_kind, resolve
-from ridgeline.validate.case import Case
+from ridgeline.techniques.registry import brief, has, of_kind, resolve
+from ridgeline.validate.case import Case, largest_kinds
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
 from ridgeline.validate.nouns import architecture, device_of
@@ -365,12 +365,12 @@ def _speed(row: CsvRow, e: Experiment, result: Result) -> Case | None:
         quantity=name,
         measured=measured,
         predicted=predicted,
-        label=f"{m.name}: {row.count('n_devices')} × {e.cluster.device.name}, {' '.join(e.plan.strings())}",
+        label=f"{m.name}: {row.count('n_devices')} × {e.cluster.device.name}, {' '.join(brief(e.plan))}",
         terms=(seconds,),
         inverse=name != "step_s",
         spread=spread_of(result.breakdown, e.task),
         source=result.metrics["step_time_s"].source,
-        why=_why(result),
+        why=largest_kinds(result.breakdown, result.metrics["step_time_s"].value),
         alternatives=_alternatives(row),
         better="lower" if name == "step_s" else "higher",
         line=row.line,
@@ -387,7 +387,7 @@ def _memory(row: CsvRow, e: Experiment, result: Result) -> Case | None:
         quantity="memory_bytes",
         measured=row.number("memory_bytes", above=0.0),
         predicted=sum(categories.values()) - communicators(e),
-        label=f"{e.model.name}: {' '.join(e.plan.strings())}",
+        label=f"{e.model.name}: {' '.join(brief(e.plan))}",
         terms=(sum(categories.get(k, 0.0) for k in ("parameters", "gradients", "optimizer")),
                categories.get("activations", 0.0)),
         spread=Known(reserved=reserved_by(e)).memory_spread,
@@ -407,16 +407,6 @@ def _recomputed(e: Experiment) -> bool:
     """Whether all blocks are computed again."""
     recompute = of_kind(e, Recompute)
     return recompute is not None and recompute.policy == "full"
-
-
-def _why(result: Result) -> str:
-    total = result.metrics["step_time_s"].value
-    kinds: dict[str, float] = {}
-    for row in result.breakdown:
-        key = row.kind if row.phase in ("forward", "backward") else row.phase if row.phase != "other" else row.operator
-        kinds[key] = kinds.get(key, 0.0) + (row.seconds if row.exposed_seconds is None else row.exposed_seconds)
-    first = sorted(kinds.items(), key=lambda kv: -kv[1])[:3]
-    return ", ".join(f"{name} {share / total:.0%}" for name, share in first)
 
 
 def _alternatives(row: CsvRow) -> Hashable:

@@ -62,6 +62,11 @@ class PipelineParallel(Technique):
     """Whether a stage's outputs, logits among them, are kept until the step ends, beside a buffer for what each
     micro-batch receives, as by PyTorch's own stages: predicted, not yet run."""
 
+    def unproven(self, task: str) -> str:
+        """Published runs are of 1F1B and interleaved schedules, and the figure of GPipe's own paper."""
+        rare = "pipeline:schedule=zero_bubble" if self.schedule == "zero_bubble" else ""
+        return super().unproven(task) or rare
+
     def axes(self) -> dict[str, int]:
         """The outermost mesh axis."""
         return {"pp": self.degree}
