@@ -420,6 +420,44 @@ def test_roles_alone_are_no_tokens():
     assert has_token(b'data: {"type": "response.failed"}\n\n')
 
 
+def test_the_beginning_of_a_message_is_no_token():
+    def holds(**chunk):
+        return has_token(f"event: {chunk['type']}\ndata: {json.dumps(chunk)}\n\n".encode())
+
+    assert not holds(type="message_start", message={"content": []})
+    assert not holds(type="ping")
+    assert not holds(type="content_block_start", content_block={"type": "text", "text": ""})
+    assert holds(type="content_block_start", content_block={"type": "tool_use", "name": "f"})
+    assert holds(type="content_block_delta", delta={"type": "text_delta", "text": "x"})
+    assert holds(type="error", error={})
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_answer_that_breaks_off_ends_as_its_events_are_named(named):
+    """Anthropic's client skips an event without a name: a message that was cut short would look complete."""
+
+    class Server(Stub):
+        async def chat(self, request):
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            name = b"event: content_block_delta\n" if named else b""
+            await response.write(name + b'data: {"type": "content_block_delta"}\n\n')
+            await asyncio.sleep(0.05)
+            request.transport.abort()
+            return response
+
+    async def test():
+        async with (
+            fleet([Server("a")]) as (_, session, url),
+            session.post(f"{url}/v1/chat/completions", json={"messages": []}) as answer,
+        ):
+            last = (await answer.text()).rstrip("\n").split("\n\n")[-1].splitlines()
+            assert last[:-1] == (["event: error"] if named else [])
+            assert json.loads(last[-1][6:])["type"] == "error"
+
+    run(test)
+
+
 BAD = ("x = ", "[tenants.a]\nkey = ''\n", "[tenants.a]\nkey = 3\n", "[tenants.a]\nkey = 'k'\nrate = 1\n",
        "[tenants.a]\nkey = 'k'\nrequests_per_minute = 0.0\n",
        "[tenants.a]\nkey = 'k'\n[tenants.b]\nkey = 'k'\n", "tenants = 3")  # fmt: skip

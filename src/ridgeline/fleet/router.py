@@ -283,6 +283,8 @@ class Reply:
         self.request = request
         self.response = web.StreamResponse()
         self.begun = False
+        self.named = False
+        """Whether the events have names, as Anthropic's do, whose clients skip one without."""
 
     async def stream(self, answer: aiohttp.ClientResponse, headers: dict[str, str]) -> None:
         """Pass events on. Raises what the connection raises; ``begun``: whether the client has got anything."""
@@ -290,6 +292,7 @@ class Reply:
         async for data in answer.content.iter_any():
             events, end, rest = (rest + data).rpartition(b"\n\n")
             whole = events + end
+            self.named = self.named or whole.startswith(b"event:")
             if not self.begun and not has_token(whole):
                 held += whole
                 continue
@@ -309,9 +312,10 @@ class Reply:
     async def cut_short(self, url: str) -> web.StreamResponse:
         """Tell the client that the answer broke off: what it has cannot be taken back."""
         message = f"the server at {url} was lost in the middle of the answer"
-        event = {"error": {"message": message, "type": "server_error", "code": 502}}
+        event = {"type": "error", "error": {"message": message, "type": "server_error", "code": 502}}
+        name = "event: error\n" if self.named else ""
         with contextlib.suppress(ConnectionError):
-            await self.response.write(f"data: {json.dumps(event)}\n\n".encode())
+            await self.response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
             await self.response.write_eof()
         return self.response
 
@@ -332,6 +336,9 @@ def has_token(events: bytes) -> bool:
         if str(kind := chunk.get("type", "")).startswith("response.") and kind not in ENDS:
             if kind.endswith(".delta"):
                 return True
+            continue
+        block = chunk.get("content_block")  # of Anthropic's messages, where one of text or thinking begins empty
+        if kind in ("message_start", "ping") or (isinstance(block, dict) and "name" not in block):
             continue
         choices = chunk.get("choices")
         if choices is None or any(_says(c) for c in choices):
