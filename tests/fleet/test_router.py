@@ -59,7 +59,7 @@ class Stub:
         return web.Response(text=f'# TYPE seen counter\nseen{{a="b"}} {len(self.asked)}\n')
 
     async def list(self, _):
-        return web.json_response({"data": [{"id": m} for m in self.models]})
+        return web.json_response({"data": [{"id": m, "max_model_len": 512} for m in self.models]})
 
     async def chat(self, request):
         body = await request.json()
@@ -418,6 +418,21 @@ def test_roles_alone_are_no_tokens():
     assert not has_token(b'data: {"type": "response.created"}\n\n')
     assert has_token(b'data: {"type": "response.output_text.delta", "delta": "x"}\n\n')
     assert has_token(b'data: {"type": "response.failed"}\n\n')
+
+
+def test_models_are_listed_as_the_servers_list_them():
+    async def test():
+        async with (
+            fleet([Stub("a", ("m", "x")), Stub("b")]) as (_, session, url),
+            session.get(f"{url}/v1/models") as answer,
+        ):
+            listed = (await answer.json())["data"]
+            assert [(m["id"], m["object"], m["max_model_len"]) for m in listed] == [
+                ("m", "model", 512),
+                ("x", "model", 512),
+            ]
+
+    run(test)
 
 
 def test_the_beginning_of_a_message_is_no_token():

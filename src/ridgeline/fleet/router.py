@@ -95,8 +95,8 @@ class Router:
         """Models and adapters of all members that are up."""
         if (refused := self._unknown(request)) is not None:
             return refused
-        names = sorted({name for m in self.members.able(None) for name in m.models})
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "ridgeline"} for name in names]
+        listed = {name: told for m in reversed(self.members.able(None)) for name, told in m.models.items()}
+        data = [{"object": "model", "created": 0, "owned_by": "", **listed[name]} for name in sorted(listed)]
         return web.json_response({"object": "list", "data": data})
 
     async def status(self, _: web.Request) -> web.Response:
