@@ -10,6 +10,7 @@ aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
 
 from ridgeline.fleet import members as members_module  # noqa: E402
+from ridgeline.fleet import router as router_module  # noqa: E402
 from ridgeline.fleet.members import Member, Members  # noqa: E402
 from ridgeline.fleet.policies import PIECE, LeastLoaded, PrefixAware, Random  # noqa: E402
 from ridgeline.fleet.router import Limits, Router, has_token  # noqa: E402
@@ -357,6 +358,18 @@ def test_no_body_breaks_the_router(body):
             session.post(f"{url}/v1/nothing", data=body) as answer,
         ):
             assert answer.status == 404
+
+    run(test)
+
+
+def test_a_body_that_is_too_large_is_refused_as_servers_refuse(monkeypatch):
+    monkeypatch.setattr(router_module, "LARGEST", 1000)
+
+    async def test():
+        async with fleet([Stub("a")]) as (_, session, url):
+            status, answer = await ask(session, url, text="x" * 1000)
+            assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+            assert (await ask(session, url))[0] == 200
 
     run(test)
 

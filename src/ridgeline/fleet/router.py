@@ -193,6 +193,8 @@ class Router:
             return _error(429, wait[0], "rate_limit_error", headers)
         try:
             return await self._forwarded(request, await request.read())
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"the body has more than {LARGEST} bytes", "invalid_request_error")
         finally:
             _left(tenant)
 
