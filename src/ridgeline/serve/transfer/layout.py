@@ -64,8 +64,8 @@ def _bits(t: Tensor) -> Tensor:
 
 def fingerprint(runner: Runner, checkpoint: str | None = None, lossy: Iterable[str] = ()) -> str:
     """What two servers must agree on for their caches to be the same: architecture, every weight (of the
-    ``checkpoint``'s files, if there is one: in memory they may rest elsewhere), the dtype of computation, techniques that
-    change results, and the cache's format."""
+    ``checkpoint``'s files, if there is one: in memory they may rest elsewhere), the dtype of computation, techniques
+    that change results, and the cache's format."""
     spec = runner.model.spec.model_dump(mode="json", exclude={"name"})  # a folder's name, often
     digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode())
     for file in sorted(Path(checkpoint).glob("*.safetensors")) if checkpoint else ():
