@@ -25,6 +25,8 @@ from ridgeline.web.chips import PREFIX, chip_answer, chip_cluster
 
 EVENTS = 1200
 """Bars of a timeline at most; neighbors of the same phase are drawn as one."""
+LONGEST = 200
+"""Characters of a cluster's name at most."""
 LAYERS = 1000
 """Layers of a pasted model at most: each has operators of its own."""
 FILES = ("data", "eval_data", "checkpoint", "tokenizer", "template", "trace")
@@ -38,7 +40,7 @@ class PlanRequest(BaseModel):
 
     model: str | dict[str, Any]
     """A catalog name, a Hugging Face id, or a ``config.json``."""
-    on: str = Field(max_length=200)
+    on: str
     device: dict[str, float] = Field(default_factory=dict)
     """Changed figures of the device, or of the chip that makes it, by dotted field: ``{"link.bandwidth": 50e9}``."""
     workload: dict[str, Any]
@@ -57,8 +59,8 @@ def model_of(model: str | dict[str, Any]) -> ModelSpec:
 
 def cluster_of(on: str, changes: dict[str, float]) -> Cluster:
     """A catalog cluster, or one with a changed copy of its device."""
-    if any(c in on for c in ("/", "\\", "~", ".toml")):
-        raise UserError(f"{on!r} is not in the catalog", "choose a device and change its figures")
+    if any(c in on for c in ("/", "\\", "~", ".toml")) or (len(on) > LONGEST and PREFIX not in on):
+        raise UserError(f"{on[:LONGEST]!r} is not in the catalog", "choose a device and change its figures")
     if PREFIX in on:
         return chip_cluster(on, changes)
     cluster = catalog.cluster(on)
