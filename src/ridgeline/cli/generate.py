@@ -104,7 +104,9 @@ def generate(
         with ctrl_c_between_steps() as check:
             found = answers(checkpoint, left, known, max_tokens, temperature, seed, ignore_eos, kind, check)
             if out is None:
-                print(next(found)["outputs"][0]["text"])
+                if "error" in (one := next(found)):
+                    raise UserError(one["error"])
+                print(one["outputs"][0]["text"])
             else:
                 _write(found, out, len(prompts), len(prompts) - len(left))
         return

@@ -28,6 +28,14 @@ class Prompt:
     special: bool = True
     """Whether the tokenizer puts its special tokens around the text: a chat template has written its own."""
 
+    def require_unicode(self) -> None:
+        """Raise :class:`Invalid` for a text that no tokenizer takes."""
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise Invalid("prompt", "holds half a surrogate pair, or bytes that are no UTF-8",
+                          "give whole characters") from None  # fmt: skip
+
 
 def read_prompts(file: Path, template: Template | None) -> list[Prompt]:
     """Prompts of a JSON-lines file: ``prompt`` or ``messages``, with optional ``id`` and ``max_tokens``.
@@ -121,7 +129,8 @@ def generate(
         while left and len(jobs) < ahead:
             prompt = left.popleft()
             try:
-                ids = _encode(vocabulary, prompt)
+                prompt.require_unicode()
+                ids = vocabulary.encode(prompt.text, prompt.special)
                 job = ServeJob(EngineRequest(prompt.id, ids, sampling(prompt.max_tokens)), vocabulary, stops=stops)
                 engine.add(job.request)
             except Invalid as e:
@@ -147,16 +156,6 @@ def generate(
             if not job.open:
                 del jobs[event.request]
                 yield _result(prompt, job, [outputs[i] for i in sorted(outputs)])
-
-
-def _encode(vocabulary: Vocabulary, prompt: Prompt) -> list[int]:
-    try:
-        prompt.text.encode()
-    except UnicodeEncodeError:
-        raise Invalid(
-            "prompt", "holds half a surrogate pair, or bytes that are no UTF-8", "give whole characters"
-        ) from None
-    return vocabulary.encode(prompt.text, prompt.special)
 
 
 def _result(prompt: Prompt, job: ServeJob, outputs: list[Delta]) -> dict[str, Any]:
