@@ -56,6 +56,29 @@ def test_a_killed_server_loses_nothing_that_has_no_token(checkpoint):
             router.wait()
 
 
+def test_a_router_that_is_told_to_end_finishes_what_runs(checkpoint):
+    with process(checkpoint, ONE) as server:
+        command = [sys.executable, "-m", "ridgeline", "router", server.url, "--port", "0"]
+        router = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            lines = iter(router.stderr)
+            url = next(line for line in lines if "routing on" in line).split()[-1]
+            assert any(" is up: " in line for line in lines)
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            model = client.models.list().data[0].id
+            answer = client.completions.create(model=model, prompt="a", max_tokens=100, n=64, stream=True,
+                                               extra_body={"ignore_eos": True})  # fmt: skip
+            first = next(iter(answer))
+            router.terminate()
+            ends = [c.finish_reason for chunk in [first, *answer] for c in chunk.choices]
+            assert ends.count("length") == 64
+            client.close()
+            assert router.wait(60) == 0
+        finally:
+            router.kill()
+            router.wait()
+
+
 def test_a_fleet_of_processes(checkpoint, tmp_path):
     """Servers that are killed come back at their address, a rolling restart loses no request, and all of them end."""
     file = tmp_path / "fleet.toml"
