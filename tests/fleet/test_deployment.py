@@ -7,6 +7,7 @@ import pytest
 import typer
 
 from ridgeline.cli import app
+from ridgeline.cli.router import DRAIN
 from ridgeline.serve import routes
 
 yaml = pytest.importorskip("yaml")
@@ -51,6 +52,16 @@ def test_the_router_is_given_every_server():
 def test_a_pod_may_finish_what_runs():
     pod = PODS["ridgeline-server"]
     assert pod["terminationGracePeriodSeconds"] > float(options(pod["containers"][0]["args"])["--drain-timeout"])
+    assert PODS["ridgeline-router"]["terminationGracePeriodSeconds"] > DRAIN
+
+
+def test_metrics_are_read_where_no_key_is_asked_for():
+    """A server with a key asks for it; the router, which brings it, has the metrics of all."""
+    pods = [o["spec"]["template"] for o in OBJECTS.values() if "template" in o["spec"]]
+    (scraped,) = [p for p in pods if p["metadata"].get("annotations", {}).get("prometheus.io/scrape") == "true"]
+    (container,) = scraped["spec"]["containers"]
+    assert container["args"][0] == "router"
+    assert scraped["metadata"]["annotations"]["prometheus.io/port"] == str(container["ports"][0]["containerPort"])
 
 
 def test_probes_ask_for_what_is_there():

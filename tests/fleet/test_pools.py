@@ -65,8 +65,12 @@ def test_everything_full_goes_to_the_own_pool():
 
 
 def test_only_servers_of_the_same_weights_are_joined():
+    lines = []
     p, d = member("p", "prefill", weights="other"), member("d", "decode")
-    assert Pools().choose([p, d], [p, d], "x") == (d, None)
+    pools = Pools(lines.append)
+    assert pools.choose([p, d], [p, d], "x") == pools.choose([p, d], [p, d], "x") == (d, None)
+    assert lines[0] == "http://d cannot use prompts of http://p: give both the same checkpoint, --dtype and --with"
+    assert lines[1:] == ["http://d is mixed: no other can help"]
     plain = member("plain", "")
     assert Pools().choose([plain], [p, plain], "x") == (plain, None)
 

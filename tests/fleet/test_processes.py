@@ -1,5 +1,7 @@
 """The router as a process, before real servers, one of which is killed."""
 
+import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +15,7 @@ import pytest
 from tests.serve.running import process, tiny
 
 pytest.importorskip("aiohttp")
-
+from ridgeline.fleet import processes
 
 ONE = "--no-engine-process"
 """Half of the processes to start; tests/serve/test_engine_process.py kills the others."""
@@ -51,6 +53,29 @@ def test_a_killed_server_loses_nothing_that_has_no_token(checkpoint):
                 assert [r.result() for r in running] == expected
         finally:
             router.terminate()
+            router.wait()
+
+
+def test_a_router_that_is_told_to_end_finishes_what_runs(checkpoint):
+    with process(checkpoint, ONE) as server:
+        command = [sys.executable, "-m", "ridgeline", "router", server.url, "--port", "0"]
+        router = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            lines = iter(router.stderr)
+            url = next(line for line in lines if "routing on" in line).split()[-1]
+            assert any(" is up: " in line for line in lines)
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            model = client.models.list().data[0].id
+            answer = client.completions.create(model=model, prompt="a", max_tokens=100, n=64, stream=True,
+                                               extra_body={"ignore_eos": True})  # fmt: skip
+            first = next(iter(answer))
+            router.terminate()
+            ends = [c.finish_reason for chunk in [first, *answer] for c in chunk.choices]
+            assert ends.count("length") == 64
+            client.close()
+            assert router.wait(60) == 0
+        finally:
+            router.kill()
             router.wait()
 
 
@@ -109,6 +134,43 @@ def test_a_fleet_of_processes(checkpoint, tmp_path):
     finally:
         fleet.terminate()
         fleet.wait(60)
+
+
+OPTIONS = [(["--drain-timeout", "90"], 90), (["--drain-timeout=5"], 5), ([], 30), (["--drain-timeout"], 30),
+           (["--drain-timeout", "x"], 30)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "seconds"), OPTIONS)
+def test_a_servers_drain_timeout(options, seconds):
+    server = processes.ServerProcess(processes.ServerTable(checkpoint=".", options=options), print, b"")
+    assert server.drain == seconds
+
+
+def test_a_fleet_that_ends_leaves_servers_their_drain_timeout(checkpoint, monkeypatch):
+    """It kills what does not end by itself, but only after that."""
+    monkeypatch.setattr(processes, "GRACE", 0.1)
+
+    async def test():
+        server = processes.ServerProcess(processes.ServerTable(checkpoint=str(checkpoint), options=[ONE]),
+                                         lambda _: None, b"")  # fmt: skip
+        running = asyncio.create_task(server.run())
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            while True:
+                with contextlib.suppress(openai.APIConnectionError):
+                    model = (await client.models.list()).data[0].id
+                    break
+                assert not running.done()
+                await asyncio.sleep(0.1)
+            answer = await client.completions.create(model=model, prompt="a", max_tokens=100, n=64, stream=True,
+                                                     extra_body={"ignore_eos": True})  # fmt: skip
+            first = await anext(answer)  # so it runs
+            stopping = asyncio.create_task(server.stop())
+            ends = [c.finish_reason for chunk in [first, *[x async for x in answer]] for c in chunk.choices]
+            assert ends.count("length") == 64
+            await stopping
+            await running
+
+    asyncio.run(asyncio.wait_for(test(), 120))
 
 
 def test_a_server_that_refuses_its_options_ends_the_fleet(checkpoint, tmp_path):

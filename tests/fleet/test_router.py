@@ -10,6 +10,7 @@ aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
 
 from ridgeline.fleet import members as members_module  # noqa: E402
+from ridgeline.fleet import router as router_module  # noqa: E402
 from ridgeline.fleet.members import Member, Members  # noqa: E402
 from ridgeline.fleet.policies import PIECE, LeastLoaded, PrefixAware, Random  # noqa: E402
 from ridgeline.fleet.router import Limits, Router, has_token  # noqa: E402
@@ -59,7 +60,7 @@ class Stub:
         return web.Response(text=f'# TYPE seen counter\nseen{{a="b"}} {len(self.asked)}\n')
 
     async def list(self, _):
-        return web.json_response({"data": [{"id": m} for m in self.models]})
+        return web.json_response({"data": [{"id": m, "max_model_len": 512} for m in self.models]})
 
     async def chat(self, request):
         body = await request.json()
@@ -361,6 +362,18 @@ def test_no_body_breaks_the_router(body):
     run(test)
 
 
+def test_a_body_that_is_too_large_is_refused_as_servers_refuse(monkeypatch):
+    monkeypatch.setattr(router_module, "LARGEST", 1000)
+
+    async def test():
+        async with fleet([Stub("a")]) as (_, session, url):
+            status, answer = await ask(session, url, text="x" * 1000)
+            assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+            assert (await ask(session, url))[0] == 200
+
+    run(test)
+
+
 def test_packed_answers_are_readable():
     async def test():
         async with fleet([Stub("a")]) as (_, session, url), session.post(f"{url}/v1/packed", json={}) as answer:
@@ -418,6 +431,59 @@ def test_roles_alone_are_no_tokens():
     assert not has_token(b'data: {"type": "response.created"}\n\n')
     assert has_token(b'data: {"type": "response.output_text.delta", "delta": "x"}\n\n')
     assert has_token(b'data: {"type": "response.failed"}\n\n')
+
+
+def test_models_are_listed_as_the_servers_list_them():
+    async def test():
+        async with (
+            fleet([Stub("a", ("m", "x")), Stub("b")]) as (_, session, url),
+            session.get(f"{url}/v1/models") as answer,
+        ):
+            listed = (await answer.json())["data"]
+            assert [(m["id"], m["object"], m["max_model_len"]) for m in listed] == [
+                ("m", "model", 512),
+                ("x", "model", 512),
+            ]
+
+    run(test)
+
+
+def test_the_beginning_of_a_message_is_no_token():
+    def holds(**chunk):
+        return has_token(f"event: {chunk['type']}\ndata: {json.dumps(chunk)}\n\n".encode())
+
+    assert not holds(type="message_start", message={"content": []})
+    assert not holds(type="ping")
+    assert not holds(type="content_block_start", content_block={"type": "text", "text": ""})
+    assert holds(type="content_block_start", content_block={"type": "tool_use", "name": "f"})
+    assert holds(type="content_block_delta", delta={"type": "text_delta", "text": "x"})
+    assert holds(type="error", error={})
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_answer_that_breaks_off_ends_as_its_events_are_named(named):
+    """Anthropic's client skips an event without a name: a message that was cut short would look complete."""
+
+    class Server(Stub):
+        async def chat(self, request):
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            name = b"event: content_block_delta\n" if named else b""
+            await response.write(name + b'data: {"type": "content_block_delta"}\n\n')
+            await asyncio.sleep(0.05)
+            request.transport.abort()
+            return response
+
+    async def test():
+        async with (
+            fleet([Server("a")]) as (_, session, url),
+            session.post(f"{url}/v1/chat/completions", json={"messages": []}) as answer,
+        ):
+            last = (await answer.text()).rstrip("\n").split("\n\n")[-1].splitlines()
+            assert last[:-1] == (["event: error"] if named else [])
+            assert json.loads(last[-1][6:])["type"] == "error"
+
+    run(test)
 
 
 BAD = ("x = ", "[tenants.a]\nkey = ''\n", "[tenants.a]\nkey = 3\n", "[tenants.a]\nkey = 'k'\nrate = 1\n",

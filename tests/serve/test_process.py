@@ -141,6 +141,7 @@ def test_generate_goes_on_where_it_stopped(folder, tmp_path):
     prompts = [{"id": f"p{i}", "prompt": f"prompt {i}", "max_tokens": 4 + i} for i in range(6)]
     prompts.append({"id": "chat", "messages": [{"role": "user", "content": "Hi"}]})
     prompts.append({"id": "long", "prompt": "x" * (CONTEXT + 1)})
+    prompts.append({"id": "half", "prompt": "a\ud800"})
     given.write_text("\n".join(map(json.dumps, prompts)))
     options = ["--input", given, "--out", out, "--max-tokens", 5, "--ignore-eos"]
     run("generate", folder, *options)
@@ -148,6 +149,7 @@ def test_generate_goes_on_where_it_stopped(folder, tmp_path):
     assert set(whole) == {p["id"] for p in prompts}
     assert [whole[f"p{i}"]["outputs"][0]["tokens"] for i in range(6)] == [4, 5, 6, 7, 8, 9]
     assert "257 tokens" in whole["long"]["error"]
+    assert "surrogate" in whole["half"]["error"]
     assert whole["chat"]["prompt"] == "<user>Hi\n<assistant>"
     # As if it had been killed in the middle of a line.
     lines = out.read_bytes().splitlines(keepends=True)
@@ -156,6 +158,51 @@ def test_generate_goes_on_where_it_stopped(folder, tmp_path):
     run("generate", folder, *options)
     assert out.read_bytes().startswith(kept)
     assert records_of(out) == whole
+
+
+@pytest.mark.parametrize("text", ["a note", 'first line\nlast line', '{"prompt": "a"}\n{"prompt": "b"}', "[1]", '"id"',
+                                  '{"id": "p", "prompt": "a"}', '{"id": "p", "prompt": "a"}\n{"id": "q'])  # fmt: skip
+def test_a_file_that_holds_no_results_stays_as_it_is(folder, tmp_path, text):
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text('{"prompt": "a"}')
+    out.write_text(text)
+    with pytest.raises(UserError, match="not a file of results"):
+        run("generate", folder, "--input", given, "--out", out)
+    assert out.read_text() == text
+
+
+def test_a_result_whose_line_has_no_end_is_kept(folder, tmp_path):
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text('{"prompt": "a"}\n{"prompt": "b"}')
+    out.write_text('{"id": "1", "prompt": "a", "outputs": []}')
+    run("generate", folder, "--input", given, "--out", out, "--max-tokens", 1)
+    assert set(records_of(out)) == {"1", "2"}
+    assert records_of(out)["1"]["outputs"] == []
+
+
+def test_a_prompt_does_not_take_the_result_of_another(folder, tmp_path):
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text('{"prompt": "a"}\n{"prompt": "b"}')
+    run("generate", folder, "--input", given, "--out", out, "--max-tokens", 1)
+    given.write_text('{"prompt": "new"}\n{"prompt": "a"}\n{"prompt": "b"}')
+    before = out.read_bytes()
+    with pytest.raises(UserError, match="result of another prompt with id '1'"):
+        run("generate", folder, "--input", given, "--out", out, "--max-tokens", 1)
+    assert out.read_bytes() == before
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_model_is_loaded(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "out.jsonl"):
+        with pytest.raises(UserError, match="cannot write"):
+            run("generate", folder, "--prompt", "a", "--out", out)
+
+
+def test_an_empty_stop_string_is_none(folder, capsys):
+    run("generate", folder, "--prompt", "Hi", "--max-tokens", 8)
+    whole = capsys.readouterr().out
+    run("generate", folder, "--prompt", "Hi", "--max-tokens", 8, "--stop", "")
+    assert capsys.readouterr().out == whole != "\n"
 
 
 def test_a_conversation_gets_special_tokens_from_its_template_only(folder, tmp_path):
@@ -191,7 +238,8 @@ def test_generate_interrupted_keeps_what_is_done(folder, tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [("{", "not JSON"), ("[1]", "not an object"), ('{"text": "a"}', "neither a prompt nor messages"),
-     ('{"prompt": "a", "max_tokens": 0}', "max_tokens"), ('{"prompt": "a", "id": 2}\n' * 2, "twice")],
+     ('{"prompt": "a", "max_tokens": 0}', "max_tokens"), ('{"prompt": "a", "max_tokens": true}', "max_tokens"),
+     ("", "no prompts"), ('{"prompt": "a", "id": 2}\n' * 2, "twice")],
 )  # fmt: skip
 def test_a_bad_line_is_named(folder, tmp_path, line, said):
     file = tmp_path / "in.jsonl"

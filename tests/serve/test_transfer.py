@@ -312,11 +312,14 @@ def test_the_fingerprint_is_of_every_weight(made):
 
 
 def test_the_fingerprint_is_of_the_checkpoint_wherever_its_weights_rest(folder, tmp_path):
-    def made_of(path, *plan):
-        return load_engine(path, [*DEFAULT_PLAN, "splitwise", *plan], kv_cache_bytes=1 << 20).fingerprint()
+    def made_of(path, *plan, dtype="fp32"):
+        plan = [*DEFAULT_PLAN, "splitwise", *plan]
+        return load_engine(path, plan, kv_cache_bytes=1 << 20, dtype=dtype).fingerprint()
 
     before = made_of(folder)
     assert made_of(folder, "zero_inference") == before
+    codes = {made_of(folder, "kv_quant:dtype=int8", dtype=dtype) for dtype in ("fp32", "bf16")}
+    assert len(codes) == 2  # the same codes of other numbers
     other = shutil.copytree(folder, tmp_path / "other")
     assert made_of(other) == before
     (file,) = other.glob("*.safetensors")

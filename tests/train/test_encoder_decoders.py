@@ -171,10 +171,13 @@ def test_fine_tuned_on_pairs_and_asked(checkpoint, tmp_path):
 
     assert command("generate", out, "--prompt", "a step", "--max-tokens", 12).rstrip("\n") == wanted("a step")
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in pairs))
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ["half \ud800", *pairs]))
     command("generate", out, "--input", prompts, "--out", answers, "--max-tokens", 12)
-    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    bad, *lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert "surrogate" in bad["error"]
     assert [x["outputs"][0]["text"] for x in lines] == [wanted(p) for p in pairs]
+    with pytest.raises(UserError, match="surrogate"):
+        command("generate", out, "--prompt", "half \ud800")
     with pytest.raises(UserError, match="without the engine"):
         command("generate", out, "--prompt", "a", "--n", 2)
 

@@ -136,6 +136,7 @@ def test_the_command_it_shows_gives_the_same(site):
     for question in (
         QUESTION,
         {"model": "llama2-7b", "on": "a100-80g-sxm", "workload": {"kind": "serve", "rate": 2.5, "engine": "vllm"}},
+        {"model": "llama2-7b", "on": "a100-80g-sxm", "workload": {"kind": "serve", "rate": 2.3456789}},
         {"model": "llama2-7b", "on": "2x8xa100-80g-sxm", "workload": {"kind": "pretrain"}, "plan": ["zero:stage=1"]},
     ):
         _, found = call(site, "/api/plan", question)
@@ -197,11 +198,18 @@ def test_remedies_fit_as_they_say(site):
     assert fits == sorted(fits, reverse=True)
 
 
+DEEP = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 10**9, "num_attention_heads": 1,
+        "intermediate_size": 8, "vocab_size": 10}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"model": "llama9"}, {"on": "8xrtx9090"}, {"plan": ["zeroo"]}, {"plan": ["zero:stage=9"]},
         {"workload": {"kind": "dance"}}, {"workload": {"kind": "finetune", "batch_size": -1}}, {"model": {}},
+        {"device": {"link": 1}}, {"device": {"name": 1}}, {"device": {"name.a": 1}}, {"device": {"link.a.b": 1}},
+        {"device": {"memory_bandwidth": math.nan}}, {"on": f"{'9' * 180}xa100-80g-sxm"}, {"on": "a" * 5000},
+        {"model": "a" * 5000}, {"model": DEEP},
     ],
 )  # fmt: skip
 def test_mistakes_are_one_message(site, change):
@@ -215,10 +223,22 @@ def test_mistakes_are_one_message(site, change):
     [
         {"model": "/etc/hostname"}, {"model": "./config.json"}, {"on": "/etc/x.toml"}, {"on": "8x~/x.toml"},
         {"workload": {"kind": "serve", "trace": "/etc/passwd"}}, {"workload": {"kind": "finetune", "data": "/etc"}},
+        {"workload": {"kind": "serve"}, "plan": ["speculative:draft=/etc/passwd"]},
     ],
 )  # fmt: skip
 def test_no_file_is_read_for_a_page(site, change):
-    assert call(site, "/api/plan", {**QUESTION, **change})[0] == 422
+    status, found = call(site, "/api/plan", {**QUESTION, **change})
+    assert status == 422
+    assert "JSON" not in found["error"]["what"]  # of what is in a file
+
+
+@pytest.mark.parametrize("on", ["box.toml", "8xbox.toml", "a100-80g-sxm+box.toml"])
+def test_no_device_is_read_from_the_folder_where_it_was_started(site, on, tmp_path, monkeypatch):
+    (tmp_path / "box.toml").write_text("secret = 1")
+    monkeypatch.chdir(tmp_path)
+    status, found = call(site, "/api/plan", {**QUESTION, "on": on})
+    assert status == 422
+    assert "not in the catalog" in found["error"]["what"]
 
 
 def test_a_timeline_of_many_operators_is_merged():
@@ -276,6 +296,11 @@ def test_runs_are_found_sorted_and_tagged(site, store):
     assert call(site, "/api/runs?sort=id;drop")[0] == 422
     assert call(site, "/api/runs/ffffffffffff")[0] == 422
     assert call(site, f"/api/runs/{run}/tags", {"tags": ["x" * 99]})[0] == 422
+
+
+def test_a_page_of_runs_beyond_all_of_them(site):
+    assert call(site, f"/api/runs?offset={(1 << 63) - 1}")[1]["runs"] == []
+    assert call(site, f"/api/runs?offset={1 << 63}")[0] == 422
 
 
 def test_the_catalog_is_whole(site):

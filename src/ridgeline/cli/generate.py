@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import With, app, ctrl_c_between_steps, require_checkpoint, say
+from ridgeline.cli.base import With, app, ctrl_c_between_steps, require_checkpoint, require_writable, say
 from ridgeline.cli.engine_options import (
     BatchedTokens,
     ChatTemplate,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ridgeline.serve.engine import Engine
+    from ridgeline.serve.offline import Prompt
 
 
 @app.command()
@@ -83,8 +84,9 @@ def generate(
         prompts = [offline.Prompt("prompt", prompt)]
     else:
         prompts = offline.read_prompts(input_ or Path(), find_template(chat_template, str(checkpoint)))
-    done = offline.done_ids(out) if out is not None else set()
-    left = [p for p in prompts if p.id not in done]
+    if out is not None:
+        require_writable("--out", file=out)
+    left = _not_done(prompts, offline.results_in(out) if out is not None else {}, out)
     if not left:
         say(f"{len(prompts)} of {len(prompts)} prompts done already in {out}: give another --out for other options")
         return
@@ -102,7 +104,9 @@ def generate(
         with ctrl_c_between_steps() as check:
             found = answers(checkpoint, left, known, max_tokens, temperature, seed, ignore_eos, kind, check)
             if out is None:
-                print(next(found)["outputs"][0]["text"])
+                if "error" in (one := next(found)):
+                    raise UserError(one["error"])
+                print(one["outputs"][0]["text"])
             else:
                 _write(found, out, len(prompts), len(prompts) - len(left))
         return
@@ -114,16 +118,29 @@ def generate(
         return Sampling(max_tokens=own or max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, n=n, seed=seed,
                         ignore_eos=ignore_eos)  # fmt: skip
 
+    stops = tuple(text for text in stop or () if text)
     sampling(None).check(engine.spec.vocab_size)
     try:
         with ctrl_c_between_steps() as check:
             if out is None:
-                _print_one(engine, vocabulary, left[0], sampling, tuple(stop or ()), check)
+                _print_one(engine, vocabulary, left[0], sampling, stops, check)
             else:
-                results = offline.generate(engine, vocabulary, left, sampling, tuple(stop or ()), before_step=check)
+                results = offline.generate(engine, vocabulary, left, sampling, stops, before_step=check)
                 _write(results, out, len(prompts), len(prompts) - len(left))
     finally:
         engine.close()
+
+
+def _not_done(prompts: list[Prompt], done: dict[str, str | None], out: Path | None) -> list[Prompt]:
+    """The prompts without a result. Raises :class:`UserError` where the result of an id is another prompt's."""
+    from ridgeline.spec.errors import UserError
+
+    for p in prompts:
+        # A conversation's text may change from day to day: templates may write the date.
+        if p.special and done.get(p.id, p.text) not in (p.text, None):
+            raise UserError(f"{out} has the result of another prompt with id {p.id!r}",
+                            "give another --out, or each prompt an id of its own")  # fmt: skip
+    return [p for p in prompts if p.id not in done]
 
 
 def _print_one(

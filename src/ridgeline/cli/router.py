@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ridgeline.fleet.router import Router
 
 
+DRAIN = 120.0
+"""Seconds that running requests get to end when the router does."""
+
+
 @app.command()
 def router(
     servers: Annotated[list[str], typer.Argument(metavar="URL...", help="Addresses of the servers.")],
@@ -37,11 +41,13 @@ def router(
     tls_ca: TlsCa = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds that a request waits for a server to come up.")] = 30.0,
 ) -> None:
-    """Route OpenAI requests to servers by their load, their cached prefixes and their adapters. Ctrl-C stops it."""
+    """Route OpenAI requests to servers by their load, their cached prefixes and their adapters. Ctrl-C or SIGTERM
+    stops it, when running requests have ended."""
     require_package("aiohttp", "fleet")
     import asyncio
     import contextlib
     import os
+    import signal
 
     from ridgeline.fleet.members import Members
     from ridgeline.fleet.policies import POLICIES
@@ -68,8 +74,15 @@ def router(
     certificate = tls.listening(mutual=False) if tls and tls.cert else None
 
     async def run() -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def end() -> None:
+            loop.remove_signal_handler(signal.SIGTERM)  # a second one ends it now
+            ended.set()
+
+        loop.add_signal_handler(signal.SIGTERM, end)
         async with listening(routing, host, port, certificate):
-            await asyncio.Event().wait()
+            await ended.wait()
 
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(run())
@@ -84,7 +97,7 @@ async def listening(
 
     from ridgeline.spec.errors import UserError
 
-    runner = web.AppRunner(routing.app(), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(routing.app(), handler_cancellation=True, access_log=None, shutdown_timeout=DRAIN)
     await runner.setup()
     try:
         try:

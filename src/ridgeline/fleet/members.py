@@ -28,8 +28,8 @@ class Member:
 
     url: str
     state: Literal["unknown", "up", "draining", "down"] = "unknown"
-    models: frozenset[str] = frozenset()
-    """Models and adapters that it lists."""
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Models and adapters as it lists them, by name."""
     running: int = 0
     """Requests of this router that it is answering."""
     sent: int = 0
@@ -113,7 +113,7 @@ class Members:
                 answer.raise_for_status()
             async with get(f"{member.url}/v1/models") as answer:
                 answer.raise_for_status()
-                member.models = frozenset(str(m["id"]) for m in (await answer.json())["data"])
+                member.models = {str(m["id"]): dict(m) for m in (await answer.json())["data"]}
             async with get(f"{member.url}/fleet-member") as answer:
                 _describe(member, await answer.json() if answer.status == 200 else None)
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as e:

@@ -26,6 +26,7 @@ class Pools:
         self.say = say
         self.flips = 0
         """How often a server of one pool became mixed."""
+        self._told: set[tuple[str, str]] = set()
 
     @staticmethod
     def divided(members: Iterable[Member]) -> bool:
@@ -38,6 +39,8 @@ class Pools:
         self._settle({*able, *prompts})
         decode = self._pick(able, "decode", _sequences, lambda m: m.sequences >= m.most_sequences)
         sources = [m for m in prompts if m.source and m.fingerprint == decode.fingerprint] or [decode]
+        if all(m.role == "decode" for m in sources):
+            self._tell(decode, (m for m in prompts if m.source and m.role != "decode"))
         prefill = self._pick(sources, "prefill", _tokens, lambda m: m.queued_tokens >= ITERATIONS * m.most_tokens)
         decode.sequences += 1
         prefill.queued_tokens += 1 + len(prompt) // CHARACTERS
@@ -52,14 +55,23 @@ class Pools:
         for some in (own, mixed, other):
             if some and not full(best := min(some, key=load)):
                 if some is other:
-                    self._lend(best)
+                    self._lend(best, "the other servers have enough to do" if own or mixed else "no other can help")
                 return best
         return min(own or mixed or other, key=load)
 
-    def _lend(self, member: Member) -> None:
+    def _lend(self, member: Member, why: str) -> None:
         member.lent = True
         self.flips += 1
-        self.say(f"{member.url} is mixed: the other servers have enough to do")
+        self.say(f"{member.url} is mixed: {why}")
+
+    def _tell(self, decode: Member, unlike: Iterable[Member]) -> None:
+        """Say once that ``decode`` cannot use the caches of ``unlike``: a fleet of such servers does without."""
+        for m in unlike:
+            if (pair := (m.url, decode.url)) not in self._told:
+                self._told.add(pair)
+                self.say(
+                    f"{decode.url} cannot use prompts of {m.url}: give both the same checkpoint, --dtype and --with"
+                )
 
     def _settle(self, members: Iterable[Member]) -> None:
         """Let servers return to their pool that have no work of the other kind left."""

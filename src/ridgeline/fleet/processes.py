@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +42,10 @@ LINE = 1 << 14
 """Longest line of a server that is passed on whole."""
 START = 1800.0
 """Seconds that a restarted server gets to be healthy before the next one is restarted."""
+DRAIN = 30.0
+"""Seconds that a server gets to finish its requests when it is told to end, unless its options say otherwise."""
 GRACE = 20.0
-"""Seconds that a server gets to end by itself."""
+"""Seconds that it gets to end by itself after that."""
 
 
 class _Table(BaseModel):
@@ -149,6 +152,8 @@ class ServerProcess:
         if tls is not None:
             self._own += ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-ca", str(tls.ca),
                           "--tls-clients"]  # fmt: skip
+        self.drain = _drain_timeout(table.options)
+        """Seconds that it gets to finish its requests when it is told to end."""
         self._environment = {**os.environ, VARIABLE: secret.decode()}
         self.port = free_port()
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
@@ -163,8 +168,8 @@ class ServerProcess:
             began = asyncio.get_running_loop().time()
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "ridgeline", "serve", self.table.checkpoint, "--host", "127.0.0.1",
-                "--port", str(self.port), *self._own, *self.table.options, stderr=asyncio.subprocess.PIPE,
-                start_new_session=True, env=self._environment,
+                "--port", str(self.port), *self._own, "--drain-timeout", str(DRAIN), *self.table.options,
+                stderr=asyncio.subprocess.PIPE, start_new_session=True, env=self._environment,
             )  # fmt: skip
             assert self.process.stderr is not None
             await self._read(self.process.stderr)
@@ -199,7 +204,7 @@ class ServerProcess:
         self.asked = True
         self.process.terminate()
         try:
-            await asyncio.wait_for(self.process.wait(), GRACE)
+            await asyncio.wait_for(self.process.wait(), self.drain + GRACE)
         except asyncio.TimeoutError:
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -207,6 +212,16 @@ class ServerProcess:
         """End it for good."""
         self.stopping = True
         await self.end()
+
+
+def _drain_timeout(options: list[str]) -> float:
+    """The last ``--drain-timeout`` of a server's options; :data:`DRAIN` where there is none, or none that it takes."""
+    words = [part for o in options for part in (o.split("=", 1) if o.startswith("--drain-timeout=") else [o])]
+    given = [value for name, value in pairwise(words) if name == "--drain-timeout"]
+    try:
+        return float(given[-1]) if given else DRAIN
+    except ValueError:
+        return DRAIN
 
 
 class Fleet:

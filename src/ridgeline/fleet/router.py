@@ -95,8 +95,8 @@ class Router:
         """Models and adapters of all members that are up."""
         if (refused := self._unknown(request)) is not None:
             return refused
-        names = sorted({name for m in self.members.able(None) for name in m.models})
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "ridgeline"} for name in names]
+        listed = {name: told for m in reversed(self.members.able(None)) for name, told in m.models.items()}
+        data = [{"object": "model", "created": 0, "owned_by": "", **listed[name]} for name in sorted(listed)]
         return web.json_response({"object": "list", "data": data})
 
     async def status(self, _: web.Request) -> web.Response:
@@ -193,6 +193,8 @@ class Router:
             return _error(429, wait[0], "rate_limit_error", headers)
         try:
             return await self._forwarded(request, await request.read())
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"the body has more than {LARGEST} bytes", "invalid_request_error")
         finally:
             _left(tenant)
 
@@ -283,6 +285,8 @@ class Reply:
         self.request = request
         self.response = web.StreamResponse()
         self.begun = False
+        self.named = False
+        """Whether the events have names, as Anthropic's do, whose clients skip one without."""
 
     async def stream(self, answer: aiohttp.ClientResponse, headers: dict[str, str]) -> None:
         """Pass events on. Raises what the connection raises; ``begun``: whether the client has got anything."""
@@ -290,6 +294,7 @@ class Reply:
         async for data in answer.content.iter_any():
             events, end, rest = (rest + data).rpartition(b"\n\n")
             whole = events + end
+            self.named = self.named or whole.startswith(b"event:")
             if not self.begun and not has_token(whole):
                 held += whole
                 continue
@@ -309,9 +314,10 @@ class Reply:
     async def cut_short(self, url: str) -> web.StreamResponse:
         """Tell the client that the answer broke off: what it has cannot be taken back."""
         message = f"the server at {url} was lost in the middle of the answer"
-        event = {"error": {"message": message, "type": "server_error", "code": 502}}
+        event = {"type": "error", "error": {"message": message, "type": "server_error", "code": 502}}
+        name = "event: error\n" if self.named else ""
         with contextlib.suppress(ConnectionError):
-            await self.response.write(f"data: {json.dumps(event)}\n\n".encode())
+            await self.response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
             await self.response.write_eof()
         return self.response
 
@@ -332,6 +338,9 @@ def has_token(events: bytes) -> bool:
         if str(kind := chunk.get("type", "")).startswith("response.") and kind not in ENDS:
             if kind.endswith(".delta"):
                 return True
+            continue
+        block = chunk.get("content_block")  # of Anthropic's messages, where one of text or thinking begins empty
+        if kind in ("message_start", "ping") or (isinstance(block, dict) and "name" not in block):
             continue
         choices = chunk.get("choices")
         if choices is None or any(_says(c) for c in choices):

@@ -14,7 +14,7 @@ from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.nn.model.generate import generate
 from ridgeline.serve.build_engine import ends_of
 from ridgeline.serve.offline import Prompt
-from ridgeline.spec.errors import UserError
+from ridgeline.serve.request import Invalid
 
 
 def answers(
@@ -27,10 +27,15 @@ def answers(
     end = min(ends_of(str(checkpoint)), default=tokenizer.token_to_id(END))
     for prompt in prompts:
         before_step()
-        ids = tokenizer.encode(prompt.text, add_special_tokens=prompt.special).ids
-        ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
-        if not ids:
-            raise UserError(f"prompt {prompt.id!r} is empty", "give some text")
+        try:
+            prompt.require_unicode()
+            ids = tokenizer.encode(prompt.text, add_special_tokens=prompt.special).ids
+            ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+            if not ids:
+                raise Invalid("prompt", "is empty", "give some text")
+        except Invalid as e:
+            yield {"id": prompt.id, "error": f"{e.what}: {e.fix}"}
+            continue
         most = prompt.max_tokens or max_tokens
         found = generate(
             model, torch.tensor([ids], device=device), most, temperature, None if ignore_eos else end, seed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,14 @@ class Prompt:
     special: bool = True
     """Whether the tokenizer puts its special tokens around the text: a chat template has written its own."""
 
+    def require_unicode(self) -> None:
+        """Raise :class:`Invalid` for a text that no tokenizer takes."""
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise Invalid("prompt", "holds half a surrogate pair, or bytes that are no UTF-8",
+                          "give whole characters") from None  # fmt: skip
+
 
 def read_prompts(file: Path, template: Template | None) -> list[Prompt]:
     """Prompts of a JSON-lines file: ``prompt`` or ``messages``, with optional ``id`` and ``max_tokens``.
@@ -35,19 +43,21 @@ def read_prompts(file: Path, template: Template | None) -> list[Prompt]:
     Without an id, a record is identified by its number, from 1. Raises :class:`UserError` naming the bad line.
     """
     found: list[Prompt] = []
-    for number, (place, record) in enumerate(records(file), 1):
+    for number, (place, record) in enumerate(records(file, skip_bad=True), 1):
+        if isinstance(record, BadRecord):
+            raise UserError(f"{place}: {record}", "fix the line")
         if not isinstance(record, dict):
             raise UserError(f"{place}: not an object", 'write {"prompt": …} on each line')
         limit = record.get("max_tokens")
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
+        if limit is not None and (type(limit) is not int or limit < 1):
             raise UserError(f"{place}: max_tokens is {limit!r}", "give a positive number")
         text, special = _text(record, template, place), isinstance(record.get("prompt"), str)
         found.append(Prompt(str(record.get("id", number)), text, limit, special))
-    twice = (
-        {p.id for p in found if sum(q.id == p.id for q in found) > 1} if len({p.id for p in found}) < len(found) else ()
-    )
-    if twice:
-        raise UserError(f"{file}: id {sorted(twice)[0]!r} occurs twice", "give each record an id of its own")
+    most = Counter(p.id for p in found).most_common(1)
+    if most and most[0][1] > 1:
+        raise UserError(f"{file}: id {most[0][0]!r} occurs twice", "give each record an id of its own")
+    if not found:
+        raise UserError(f"{file} holds no prompts", 'write {"prompt": …} on each line')
     return found
 
 
@@ -65,19 +75,42 @@ def _text(record: dict[str, Any], template: Template | None, place: str) -> str:
         raise UserError(f"{place}: {e}", "fix the messages") from None
 
 
-def done_ids(out: Path) -> set[str]:
-    """Ids that ``out`` holds results of. A half line at its end (of a crash) is cut off."""
+def results_in(out: Path) -> dict[str, str | None]:
+    """Ids that ``out`` holds results of, with their prompts (None: it failed). Half a result at its end (of a crash) is
+    cut off. Raises :class:`UserError` for any other file, which stays as it is."""
     if not out.is_file():
-        return set()
+        return {}
     raw = out.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
+    try:
+        whole = raw[: len(raw) - len(_half(raw))]
+        lines = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
+        if any("outputs" not in line and "error" not in line for line in lines):
+            raise ValueError  # prompts, as where --out is --input
+        found = {str(line["id"]): line.get("prompt") for line in lines}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(f"{out} is not a file of results", "give another --out") from None
+    if not raw.endswith(b"\n"):
         with out.open("r+b") as f:
             f.truncate(len(whole))
+            f.seek(0, 2)
+            f.write(b"\n" if whole and not whole.endswith(b"\n") else b"")
+    return found
+
+
+_FIRST = b'{"id": "'
+"""What every result begins with."""
+
+
+def _half(raw: bytes) -> bytes:
+    """Half a result at the end of ``raw``, or nothing. Raises ValueError where the end is something else."""
+    last = raw[raw.rfind(b"\n") + 1 :]
     try:
-        return {json.loads(line)["id"] for line in whole.splitlines() if line.strip()}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{out} is not a file of results", "give another --out") from None
+        json.loads(last)
+    except ValueError:
+        if last[: len(_FIRST)] != _FIRST[: len(last)]:
+            raise
+        return last
+    return b""
 
 
 def generate(
@@ -95,10 +128,10 @@ def generate(
     while left or jobs:
         while left and len(jobs) < ahead:
             prompt = left.popleft()
-            ids = vocabulary.encode(prompt.text, prompt.special)
-            request = EngineRequest(prompt.id, ids, sampling(prompt.max_tokens))
-            job = ServeJob(request, vocabulary, stops=stops)
             try:
+                prompt.require_unicode()
+                ids = vocabulary.encode(prompt.text, prompt.special)
+                job = ServeJob(EngineRequest(prompt.id, ids, sampling(prompt.max_tokens)), vocabulary, stops=stops)
                 engine.add(job.request)
             except Invalid as e:
                 yield {"id": prompt.id, "error": f"{e.what}: {e.fix}"}

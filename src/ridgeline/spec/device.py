@@ -319,7 +319,7 @@ class Cluster(BaseModel):
 
 def split_cluster_name(text: str) -> tuple[int, int, str]:
     """``"4x8xa100-80g-sxm"`` → (nodes 4, devices per node 8, "a100-80g-sxm"); counts default to 1."""
-    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,9})x)?(?:(\d{1,9})x)?(.+)", text.strip())
     assert match is not None  # the last group takes anything
     first, second, name = match.groups()
     if second:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from typing import Any
 
@@ -19,11 +20,15 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.result import Result
-from ridgeline.techniques.registry import brief, check, normalize, registry
+from ridgeline.techniques.registry import brief, check, normalize, registry, techniques_of
 from ridgeline.web.chips import PREFIX, chip_answer, chip_cluster
 
 EVENTS = 1200
 """Bars of a timeline at most; neighbors of the same phase are drawn as one."""
+LONGEST = 200
+"""Characters of a cluster's name at most."""
+LAYERS = 1000
+"""Layers of a pasted model at most: each has operators of its own."""
 FILES = ("data", "eval_data", "checkpoint", "tokenizer", "template", "trace")
 """Fields of workloads that name files: the page cannot give them."""
 
@@ -45,14 +50,17 @@ class PlanRequest(BaseModel):
 def model_of(model: str | dict[str, Any]) -> ModelSpec:
     """The catalog's model, or that of a ``config.json``. Raises :class:`UserError` for anything else."""
     if isinstance(model, dict):
-        return ModelSpec.from_config(model, str(model.get("_name_or_path") or "pasted model"))
+        spec = ModelSpec.from_config(model, str(model.get("_name_or_path") or "pasted model"))
+        if spec.num_layers > LAYERS:
+            raise UserError(f"the page takes models of up to {LAYERS} layers, not {spec.num_layers}", "use fewer")
+        return spec
     return catalog.model(model, files=False)  # a path would read this machine's files
 
 
 def cluster_of(on: str, changes: dict[str, float]) -> Cluster:
     """A catalog cluster, or one with a changed copy of its device."""
-    if any(c in on for c in "/\\~"):
-        raise UserError(f"{on!r} is not in the catalog", "choose a device and change its figures")
+    if any(c in on for c in ("/", "\\", "~", ".toml")) or (len(on) > LONGEST and PREFIX not in on):
+        raise UserError(f"{on[:LONGEST]!r} is not in the catalog", "choose a device and change its figures")
     if PREFIX in on:
         return chip_cluster(on, changes)
     cluster = catalog.cluster(on)
@@ -61,12 +69,15 @@ def cluster_of(on: str, changes: dict[str, float]) -> Cluster:
     table = cluster.device.model_dump(exclude_none=True)
     for path, value in changes.items():
         *outer, last = path.split(".")
-        inside = table
+        inside: Any = table
         for key in outer:
-            inside = inside.get(key, {})
-        if last not in inside:
+            inside = inside.get(key) if isinstance(inside, dict) else None
+        own = inside.get(last) if isinstance(inside, dict) else None
+        if not isinstance(own, (int, float)):
             raise UserError(f"{cluster.device.name} has no figure {path!r}", "change one of those shown")
-        inside[last] = type(inside[last])(value)
+        if not math.isfinite(value):
+            raise UserError(f"{path} is {value}", "give a finite number")
+        inside[last] = type(own)(value)
     table["name"] = f"{cluster.device.name}*"
     return cluster.model_copy(update={"device": device_from(table, "the changed device")})
 
@@ -76,6 +87,9 @@ def experiment_of(request: PlanRequest, on: Cluster | None = None) -> Experiment
     named = [key for key in FILES if key in request.workload]
     if named:
         raise UserError(f"the page does not read files ({', '.join(named)})", "use the command line")
+    for technique in techniques_of(Plan.parse(request.plan)):
+        if technique.reads():
+            raise UserError(f"the page does not read files ({technique.card.name})", "use the command line")
     fields = {k: v for k, v in request.workload.items() if v is not None}
     spec = model_of(request.model)
     if fields.get("kind", "pretrain") in ("pretrain", "finetune"):
@@ -124,10 +138,15 @@ def command(request: PlanRequest, e: Experiment) -> str:
     words = ["ridgeline", "predict", request.model, "--on", request.on, "--task", e.task]
     for name, value in request.workload.items():
         if name != "kind" and value is not None:
-            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [f"--{name.replace('_', '-')}", _number(value) if isinstance(value, float) else str(value)]
     for call in request.plan:
         words += ["--with", call]
     return shlex.join(words)
+
+
+def _number(value: float) -> str:
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def tree_document(result: Result) -> dict[str, Any] | None:

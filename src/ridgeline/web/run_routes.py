@@ -41,7 +41,7 @@ def run_routes(store: Store) -> APIRouter:
         tag: str = "",
         sort: str = Query("created", pattern="|".join(SORTS)),
         descending: bool = True,
-        offset: int = Query(0, ge=0),
+        offset: int = Query(0, ge=0, lt=1 << 63),
         limit: int = Query(100, ge=1, le=500),
     ) -> dict[str, Any]:
         page = store.page(name=name, kind=kind, source=source, tag=tag, sort=sort, descending=descending,

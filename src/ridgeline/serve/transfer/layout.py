@@ -64,8 +64,8 @@ def _bits(t: Tensor) -> Tensor:
 
 def fingerprint(runner: Runner, checkpoint: str | None = None, lossy: Iterable[str] = ()) -> str:
     """What two servers must agree on for their caches to be the same: architecture, every weight (of the
-    ``checkpoint``'s files, if there is one: in memory they may rest elsewhere), techniques that change results, and the
-    cache's format."""
+    ``checkpoint``'s files, if there is one: in memory they may rest elsewhere), the dtype of computation, techniques
+    that change results, and the cache's format."""
     spec = runner.model.spec.model_dump(mode="json", exclude={"name"})  # a folder's name, often
     digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode())
     for file in sorted(Path(checkpoint).glob("*.safetensors")) if checkpoint else ():
@@ -77,5 +77,6 @@ def fingerprint(runner: Runner, checkpoint: str | None = None, lossy: Iterable[s
         digest.update(f"{name} {t.dtype} {list(t.shape)}".encode())
         digest.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     pools = [[str(t.dtype), t.shape[1], list(t.shape[3:])] for layer in KVLayout(runner).layers for t in layer]
-    digest.update(json.dumps([sorted(lossy), pools]).encode())
+    dtype = str(next(runner.model.parameters()).dtype)  # the codes of kv_quant do not tell
+    digest.update(json.dumps([sorted(lossy), pools, dtype]).encode())
     return digest.hexdigest()
