@@ -36,6 +36,9 @@ class Quick:
     """Bytes of parameters, optimizer states and what the framework holds: the same for all micro-batches."""
     gradients: float = 0.0
     """Bytes of gradients at the update: the same for all micro-batches."""
+    after: float = 0.0
+    """Seconds of a step after its computation, no less with more micro-batches: collectives and copies of the update,
+    and the update itself where it runs on the host."""
 
     @property
     def fits(self) -> bool:
@@ -113,7 +116,7 @@ def _mean(found: list[tuple[float, Quick]]) -> Quick:
         by_steps = name.endswith("_s") and "per_s" not in name
         weights = [share for share, _ in found] if by_steps else tokens if name in COSTS else times
         metrics[name] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-    return Quick(metrics, out.peak, out.limit, out.blocked)
+    return Quick(metrics, out.peak, out.limit, out.blocked, after=sum(share * one.after for share, one in found))
 
 
 def _quick(
@@ -159,6 +162,7 @@ def _quick(
     if g.host_bytes:
         out.metrics["host_bytes"] = g.host_bytes
     out.metrics |= cost_of(e.cluster, rate)
+    out.after = step.after
     return out
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from ridgeline.graph import Graph
 from ridgeline.graph.schedule import idle_share
 from ridgeline.predict.quick import Quick, computation, least_bytes, prepare, quick, split
-from ridgeline.search.found import WORTH, Found, Tried
+from ridgeline.search.found import WORTH, Found, Tried, doubt
 from ridgeline.search.least_memory import LeastMemory, held_parameters
 from ridgeline.search.nodes import SearchNode
 from ridgeline.search.question import Question
@@ -46,6 +46,7 @@ class Expansion:
         # Where faster plans are better, the fastest bounds what misses the limit, too.
         self.longest = q.longest * q.weight(base.cluster) if q.goal in ("cost", "memory") else math.inf
         """Weighed seconds of a step above which it breaks a limit."""
+        self.doubt = doubt(base.task, (*techniques_of(base.plan), *node.chosen))
         self.tight = False
         """Whether activations were too large in any prediction."""
 
@@ -146,14 +147,20 @@ class Expansion:
         floor = self.least_seconds  # of any of them
         if prepared and (pipe := prepared.pipeline):
             floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
+        doubtful = self.doubt * doubt(self.base.task, stages)
         fits, least = False, 0  # more techniques than these offload only where nothing fits
         for done, placement in enumerate(placements):
-            if floor > self.longest or (floor > SLACK * found.fastest and not self.everything):
+            if floor > self.longest or (floor * doubtful > SLACK * found.fastest and not self.everything):
                 found.count("missed" if floor > self.longest else "bounded", len(placements) - done)
                 return
             if fits and offloads(placement) > least and not self.everything:
                 found.count("dominated", len(placements) - done)
                 return
+            seconds = floor + self._after(memory, placement) * weight
+            rank = seconds * doubtful * doubt(self.base.task, placement)
+            if seconds > self.longest or (rank > SLACK * found.fastest and not self.everything):
+                found.count("missed" if seconds > self.longest else "bounded", 1)
+                continue
             room = min(self.most, self._room())
             # As long as nothing fits, what misses by least is to be found: only what predictions showed is left out.
             if memory.exceeds(room, placement, compute=found.fastest < math.inf):
@@ -168,6 +175,7 @@ class Expansion:
                 continue
             timed = quick(e, techniques, prepared=prepared, activations=memory.activations(placement), room=room)
             memory.learn(placement, timed)
+            self._learn_after(memory, placement, timed)
             self.tight = memory.tight
             if timed.fits and q.training and timed.metrics["peak_bytes"] > room:
                 found.count(self._past(room), 1)
@@ -182,7 +190,19 @@ class Expansion:
                 if not fits and (not away or q.workload.kind != "generate"):  # generations differ in what they offload
                     fits, least = True, away
                 found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
-                found.faster(timed.metrics.get("step_time_s", math.inf) * weight * judged.doubt)
+                if q.training:
+                    found.faster(judged.weighed(q))
+
+    def _after(self, memory: LeastMemory, placement: Set) -> float:
+        """Seconds that follow the computation of a step at least."""
+        times, seconds = self.found.after.get((*memory.setting, placement), (0, 0.0))
+        return seconds if memory.graph and memory.graph.accumulation >= times else 0.0
+
+    def _learn_after(self, memory: LeastMemory, placement: Set, timed: Quick) -> None:
+        key = *memory.setting, placement
+        times = memory.graph.accumulation if memory.graph else 0
+        if timed.after and times <= self.found.after.get(key, (times, 0.0))[0]:
+            self.found.after[key] = times, timed.after
 
 
 def judge(q: Question, e: Experiment, timed: Quick, found: Found) -> Tried | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ridgeline.search.least_memory import States
 from ridgeline.search.question import HIGHER, Question
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import techniques_of
+from ridgeline.techniques.technique import Technique
 
 KEPT = 5
 """Answers, and nearest misses."""
@@ -79,8 +80,8 @@ class Tried:
         return self.metrics["peak_bytes"] / self.quick.limit
 
     def weighed(self, q: Question) -> float:
-        """Seconds of a training step, weighed as the goal does."""
-        return self.metrics["step_time_s"] * q.weight(self.experiment.cluster)
+        """Seconds of a training step, weighed as the goal and the rank do."""
+        return self.metrics["step_time_s"] * q.weight(self.experiment.cluster) * self.doubt
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -121,8 +122,13 @@ class Tried:
 
     @property
     def doubt(self) -> float:
-        """By how much it must win: by more than whole steps are usually off, for each technique that is not proven."""
-        return float((1 + STEP[self.experiment.task]) ** len(self.unvalidated))
+        """By what factor its rank is worse than its time."""
+        return doubt(self.experiment.task, techniques_of(self.experiment.plan))
+
+
+def doubt(task: str, techniques: Iterable[Technique]) -> float:
+    """By how much a plan must win: by more than whole steps are usually off, for each technique that is not proven."""
+    return float((1 + STEP[task]) ** sum(bool(t.unproven(task)) for t in techniques))
 
 
 @dataclass(slots=True)
@@ -148,6 +154,9 @@ class Found:
 
     states: dict[Hashable, States] = field(default_factory=dict)
     """What a rank holds by mesh, parameters, split and placement."""
+    after: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
+    """By the same, of the plan with the fewest micro-batches that was timed: their number, and the seconds that follow
+    its computation (:attr:`Quick.after`)."""
     parameters: dict[Hashable, Hashable] = field(default_factory=dict)
     """What of a mesh and shape decides the memory of states."""
     undivided: dict[Hashable, str] = field(default_factory=dict)

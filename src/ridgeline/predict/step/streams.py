@@ -51,6 +51,8 @@ class TimedStep:
     """Seconds in which the device waits for the host to launch the next operator."""
     updating: float = 0.0
     """The part of ``exposed`` in which the optimizer runs on the host."""
+    after: float = 0.0
+    """Seconds of collectives, copies and the host's update that follow forward and backward one after another."""
 
     @property
     def exposed_communication(self) -> float:
@@ -146,14 +148,14 @@ def simulate(
     s = _streams(cluster, record)
     for _ in range(g.passes):
         _micro_batches(s, g, times)
-    _finish(s, g, cluster, update, factors)
+    after = _finish(s, g, cluster, update, factors)
     runs = g.accumulation * g.passes
     inline = sum((t.forward_inline + t.backward_inline) * t.block.repeat for t in times) * runs
     waited = sum(t.dispatch * t.block.repeat for t in times) * runs
     end = max(s.clocks.values())
     s.exposed += end - s.compute
     s.waited(s.compute, end)
-    return TimedStep(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited, s.updating)
+    return TimedStep(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited, s.updating, after)
 
 
 def _streams(cluster: Cluster, record: bool) -> Streams:
@@ -220,16 +222,19 @@ def _fetch(s: Streams, parts: list[tuple[str, float]], name: str, after: float) 
     return ready
 
 
-def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], factors: InStepFactors) -> None:
-    """The optimizer's operators, on the device or on the host, and what follows them."""
-    start = s.compute
+def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], factors: InStepFactors) -> float:
+    """The optimizer's operators, on the device or on the host, and what follows them → seconds of all but those on the
+    device that come one after another."""
+    start, others = s.compute, 0.0
     for op in update:
         took = seconds_of(op, cluster, factors)
         if op.axis and op.kind not in COPIES:
+            others += took
             s.run(op.name, "optimizer", 0.0, s.send(op.name, took, s.compute))
         elif op.kind in COPIES:  # the device waits, unless the update is applied a step late
             after = max(s.clocks.values()) if not g.delayed_update else 0.0
             end = s.send(op.name, took, after, "out", update=op.kind == "host_update")
+            others += 0.0 if g.delayed_update else took
             s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
         else:
             s.run(op.name, "optimizer", took, max(s.clocks["link"], s.clocks["out"]))
@@ -237,8 +242,11 @@ def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], factors: I
     for op, times in [*((op, 1.0) for op in g.after_update), *gathers]:
         stream = COPIES.get(op.kind, "link")
         after = max(s.clocks.values()) if not g.delayed_update else start
-        end = s.send(op.name, times * seconds_of(op, cluster), after, stream)
+        took = times * seconds_of(op, cluster)
+        end = s.send(op.name, took, after, stream)
+        others += 0.0 if g.delayed_update else took
         s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
+    return others
 
 
 def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFactors, record: bool) -> TimedStep:
@@ -308,14 +316,15 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     for name in s.clocks:
         s.clocks[name] = end
     last = max(_apart(places), key=lambda part: sum(seconds_of(op, part, factors_of[id(part)]) for op in update))
-    _finish(s, g, last, update, factors_of[id(last)])
+    after = _finish(s, g, last, update, factors_of[id(last)])
     finish = max(s.clocks.values())
     s.exposed += finish - s.compute
     s.waited(s.compute, finish)
     exposed = exposed * each + tails[slowest] + s.exposed
     communication = communication * each + sent + s.communication
     bubble = max(0.0, ends[slowest] - busy)
-    return TimedStep(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each, s.updating)
+    return TimedStep(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each, s.updating,
+                     after)  # fmt: skip
 
 
 def _of_stage(stage: list[tuple[BlockTimes, int]], apart: bool) -> tuple[float, float, float, list[tuple[float, ...]]]:
