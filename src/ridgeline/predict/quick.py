@@ -39,6 +39,8 @@ class Quick:
     after: float = 0.0
     """Seconds of a step after its computation, no less with more micro-batches: collectives and copies of the update,
     and the update itself where it runs on the host."""
+    reducing: float = 0.0
+    """Seconds of reductions and copies of gradients, of which the last micro-batch hides as much as it takes."""
 
     @property
     def fits(self) -> bool:
@@ -116,7 +118,8 @@ def _mean(found: list[tuple[float, Quick]]) -> Quick:
         by_steps = name.endswith("_s") and "per_s" not in name
         weights = [share for share, _ in found] if by_steps else tokens if name in COSTS else times
         metrics[name] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-    return Quick(metrics, out.peak, out.limit, out.blocked, after=sum(share * one.after for share, one in found))
+    after, reducing = (sum(share * getattr(one, name) for share, one in found) for name in ("after", "reducing"))
+    return Quick(metrics, out.peak, out.limit, out.blocked, after=after, reducing=reducing)
 
 
 def _quick(
@@ -162,7 +165,7 @@ def _quick(
     if g.host_bytes:
         out.metrics["host_bytes"] = g.host_bytes
     out.metrics |= cost_of(e.cluster, rate)
-    out.after = step.after
+    out.after, out.reducing = step.after, step.reducing
     return out
 
 

@@ -156,7 +156,7 @@ class Expansion:
             if fits and offloads(placement) > least and not self.everything:
                 found.count("dominated", len(placements) - done)
                 return
-            seconds = floor + self._after(memory, placement) * weight
+            seconds = self._least_with(memory, placement, floor, weight)
             rank = seconds * doubtful * doubt(self.base.task, placement)
             if seconds > self.longest or (rank > SLACK * found.fastest and not self.everything):
                 found.count("missed" if seconds > self.longest else "bounded", 1)
@@ -193,16 +193,21 @@ class Expansion:
                 if q.training:
                     found.faster(judged.weighed(q))
 
-    def _after(self, memory: LeastMemory, placement: Set) -> float:
-        """Seconds that follow the computation of a step at least."""
-        times, seconds = self.found.after.get((*memory.setting, placement), (0, 0.0))
-        return seconds if memory.graph and memory.graph.accumulation >= times else 0.0
+    def _least_with(self, memory: LeastMemory, placement: Set, floor: float, weight: float) -> float:
+        """Weighed seconds of a step at least whose computation takes ``floor``: with what other micro-batches have shown
+        to follow it, and gradients that are not hidden behind the last micro-batch."""
+        known = self.found.after.get((*memory.setting, placement))
+        if known is None or memory.graph is None or memory.graph.accumulation < known[0]:
+            return floor
+        _, after, reducing = known
+        hidden = 2 * self.least_seconds / memory.graph.accumulation  # a stage may take up to twice the mean
+        return floor + after * weight + max(0.0, reducing * weight - hidden)
 
     def _learn_after(self, memory: LeastMemory, placement: Set, timed: Quick) -> None:
         key = *memory.setting, placement
         times = memory.graph.accumulation if memory.graph else 0
-        if timed.after and times <= self.found.after.get(key, (times, 0.0))[0]:
-            self.found.after[key] = times, timed.after
+        if timed.after and times <= self.found.after.get(key, (times, 0.0, 0.0))[0]:
+            self.found.after[key] = times, timed.after, timed.reducing
 
 
 def judge(q: Question, e: Experiment, timed: Quick, found: Found) -> Tried | None:

@@ -154,9 +154,9 @@ class Found:
 
     states: dict[Hashable, States] = field(default_factory=dict)
     """What a rank holds by mesh, parameters, split and placement."""
-    after: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
-    """By the same, of the plan with the fewest micro-batches that was timed: their number, and the seconds that follow
-    its computation (:attr:`Quick.after`)."""
+    after: dict[Hashable, tuple[int, float, float]] = field(default_factory=dict)
+    """By the same, of the plan with the fewest micro-batches that was timed: their number, the seconds that follow its
+    computation, and those of reductions (:attr:`Quick.after`, :attr:`Quick.reducing`)."""
     parameters: dict[Hashable, Hashable] = field(default_factory=dict)
     """What of a mesh and shape decides the memory of states."""
     undivided: dict[Hashable, str] = field(default_factory=dict)

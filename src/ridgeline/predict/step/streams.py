@@ -53,6 +53,8 @@ class TimedStep:
     """The part of ``exposed`` in which the optimizer runs on the host."""
     after: float = 0.0
     """Seconds of collectives, copies and the host's update that follow forward and backward one after another."""
+    reducing: float = 0.0
+    """Seconds of the reductions and copies of gradients that the last micro-batch starts, of the rank with least."""
 
     @property
     def exposed_communication(self) -> float:
@@ -155,7 +157,8 @@ def simulate(
     end = max(s.clocks.values())
     s.exposed += end - s.compute
     s.waited(s.compute, end)
-    return TimedStep(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited, s.updating, after)
+    return TimedStep(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited, s.updating, after,
+                     _longest(times))  # fmt: skip
 
 
 def _streams(cluster: Cluster, record: bool) -> Streams:
@@ -324,7 +327,7 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
     communication = communication * each + sent + s.communication
     bubble = max(0.0, ends[slowest] - busy)
     return TimedStep(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each, s.updating,
-                     after)  # fmt: skip
+                     after, min(total for total, _ in reduced.values()))  # fmt: skip
 
 
 def _of_stage(stage: list[tuple[BlockTimes, int]], apart: bool) -> tuple[float, float, float, list[tuple[float, ...]]]:
@@ -340,6 +343,15 @@ def _of_stage(stage: list[tuple[BlockTimes, int]], apart: bool) -> tuple[float, 
         sent = held + sum(x for _, x in (*t.gather_forward, *t.gather_backward))
         sums.append((n * held, n * (held + late), n * sent, n * t.dispatch))
     return f, b, w, sums
+
+
+def _longest(times: list[BlockTimes]) -> float:
+    """Seconds of the reductions on the stream that has most."""
+    sums: dict[str, float] = {}
+    for t in times:
+        for stream, seconds in t.reduce:
+            sums[stream] = sums.get(stream, 0.0) + seconds * t.block.repeat
+    return max(sums.values(), default=0.0)
 
 
 def _reductions(own: list[tuple[BlockTimes, int]], overlap: bool) -> tuple[float, float]:
