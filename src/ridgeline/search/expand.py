@@ -194,7 +194,7 @@ class Expansion:
                     found.faster(judged.weighed(q))
 
     def _least_with(self, memory: LeastMemory, placement: Set, floor: float, weight: float) -> float:
-        """Weighed seconds of a step at least whose computation takes ``floor``: with what other micro-batches have shown
+        """Least weighed seconds of a step whose computation takes ``floor``: with what other micro-batches have shown
         to follow it, and gradients that are not hidden behind the last micro-batch."""
         known = self.found.after.get((*memory.setting, placement))
         if known is None or memory.graph is None or memory.graph.accumulation < known[0]:

@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ridgeline.predict.interval import STEP
 from ridgeline.predict.quick import Quick, quick
 from ridgeline.search.kinds import kind_of
 from ridgeline.search.least_memory import States
 from ridgeline.search.question import HIGHER, Question
+from ridgeline.search.workers import fastest_of_all
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import techniques_of
 from ridgeline.techniques.technique import Technique
@@ -25,27 +25,6 @@ ALIKE = 0.03
 
 WORTH = 1.4
 """Other kinds that miss the goal by more are no alternatives."""
-
-_shared: list[Any] = []
-"""In a worker: the fastest plan that any worker has found, in (weighed) seconds."""
-
-
-_counts: list[Any] = []
-"""In a worker: how many nodes all workers have looked at, and of how many."""
-
-
-def share(fastest: Any, counts: Any) -> None:
-    """Let a worker see what the others find, and count what it has done: a value and an array that processes share."""
-    _shared[:] = [fastest]
-    _counts[:] = [counts]
-
-
-def count_nodes(done: int, of: int) -> None:
-    """Add to what all workers have done, and are to do."""
-    for counts in _counts:
-        with counts.get_lock():
-            counts[0] += done
-            counts[1] += of
 
 
 @dataclass(slots=True)
@@ -174,11 +153,8 @@ class Found:
         self.counts[what] += n
 
     def faster(self, seconds: float) -> None:
-        """Record a plan's (weighted) seconds, and what other workers found."""
-        self.fastest = min(self.fastest, seconds)
-        for shared in _shared:
-            with shared.get_lock():
-                shared.value = self.fastest = min(self.fastest, shared.value)
+        """Record a plan's (weighed) seconds, and what other processes found."""
+        self.fastest = fastest_of_all(min(self.fastest, seconds))
 
     def refuse(self, reason: str, n: int) -> None:
         """Account for ``n`` candidates that ``check`` refuses."""

@@ -31,15 +31,18 @@ class SearchNode:
     chosen: Set
     """The mesh, the shape, and what is always on beside them."""
     micro: int | None
+    index: int
+    """Its place among all."""
     bound: float = math.nan
     """What it needs at least (:func:`bound_of`), once that is known."""
 
 
 def nodes(
-    q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], found: Found
+    q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], found: Found, first: int = 0
 ) -> list[SearchNode]:
-    """Every mesh × shape × micro-batch. If ``check`` refuses a node, its whole subtree is skipped."""
-    out = []
+    """Every mesh × shape × micro-batch, behind ``first`` others. If ``check`` refuses a node, its whole subtree is
+    skipped."""
+    out: list[SearchNode] = []
     for index, mesh, shape in shapes:
         base, space = bases[index], spaces[index]
         degree = math.prod(candidate(base, mesh)[0].parallel.values())
@@ -53,15 +56,20 @@ def nodes(
         if q.goal == "memory" and not q.slo.keys() - {"peak_bytes"}:  # a larger micro-batch only keeps more
             found.count("dominated", space.below * (len(sizes) - 1))
             sizes = sizes[:1]
-        out += [SearchNode(index, mesh, chosen, micro) for micro in sizes]
+        out += [SearchNode(index, mesh, chosen, micro, first + len(out) + i) for i, micro in enumerate(sizes)]
     return out
 
 
 def in_order(
-    q: Question, bases: list[Experiment], nodes: list[SearchNode], reach: Callable[[], float]
+    q: Question,
+    bases: list[Experiment],
+    nodes: list[SearchNode],
+    reach: Callable[[], float],
+    publish: Callable[[SearchNode, float], None],
 ) -> Iterator[SearchNode]:
     """The nodes, each with its bound: first some small ones, which are likely to fit (a good plan prunes the rest),
-    then all others in the order of their bounds, as long as these are within ``reach()``.
+    then all others in the order of their bounds, as long as these are within ``reach()``. Bounds by which they are
+    ordered are told to ``publish``.
 
     What is recomputed only adds computation, so a node is first placed by the bound without it, which many share; its
     own is computed when it comes to the front.
@@ -84,6 +92,8 @@ def in_order(
 
     def by_bound(some: list[SearchNode]) -> Iterator[SearchNode]:
         heap = [(below(n), i, False) for i, n in enumerate(some)]
+        for least, i, _ in heap:
+            publish(some[i], least)
         heapify(heap)
         while heap and heap[0][0] <= reach():
             least, i, final = heappop(heap)

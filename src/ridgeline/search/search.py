@@ -7,24 +7,20 @@ bubbles of each split's schedule are added to it. What is left is sized first, a
 from __future__ import annotations
 
 import math
-import random
 import time
-from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 
 from ridgeline.predict.quick import quick
 from ridgeline.search.expand import SLACK, Expansion, judge, ranked, require_metric
-from ridgeline.search.found import KEPT, Answer, Found, Tried, count_nodes, miss, order, share
-from ridgeline.search.nodes import Shape, in_order, nodes
+from ridgeline.search.found import KEPT, Answer, Found, Tried, miss, order
+from ridgeline.search.nodes import SearchNode, Shape, bound_of, in_order, nodes
 from ridgeline.search.question import Question
 from ridgeline.search.settle import settle
 from ridgeline.search.space import (
     GROUPS,
+    MICRO_BATCHES,
     Set,
     Slots,
     batches,
@@ -35,6 +31,7 @@ from ridgeline.search.space import (
     splits_batch,
     sub_clusters,
 )
+from ridgeline.search.workers import count_nodes, in_processes, left_by_others, publish, take
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
@@ -42,9 +39,6 @@ from ridgeline.techniques.registry import techniques_of
 
 _NOTHING = 1e-3
 """A technique that changes no metric by more does nothing."""
-
-_LOOK = 0.2
-"""Seconds between looks at how far the workers are."""
 
 Progress = Callable[[int, int], None]
 
@@ -150,33 +144,10 @@ def _walk_all(
         if progress:
             progress(before + done, before + of)
 
-    if workers == 1:
-        found.merge(run(shapes, progress=say))
-        return total
-    fork, parts = get_context("fork"), _parts(shapes, workers)
-    counts = fork.Array("q", 2)
-    with ProcessPoolExecutor(workers, fork, share, (fork.Value("d", math.inf), counts)) as pool:
-        jobs = [pool.submit(run, part) for part in parts]
-        left = True
-        while left:
-            left = bool(wait(jobs, _LOOK).not_done)
-            say(*counts.get_obj())  # without the lock, which a worker that was killed may have
-    for job, part in zip(jobs, parts, strict=True):
-        killed = isinstance(job.exception(), BrokenProcessPool)
-        found.merge(run(part) if killed else job.result())
+    some = [run([shapes], 0, progress=say)] if workers == 1 else in_processes(run, shapes, workers, say)
+    for one in some:
+        found.merge(one)
     return total
-
-
-def _parts(shapes: list[Shape], workers: int) -> list[list[Shape]]:
-    """The shapes of each worker: those that differ in recomputation only stay together, as they share bounds. At
-    random, as an order by any technique's choices would give one worker all that is slow with it."""
-    groups: dict[object, list[Shape]] = {}
-    for index, mesh, shape in shapes:
-        rest = tuple(t for t in shape if t.phase != "recompute")
-        groups.setdefault((index, mesh, rest), []).append((index, mesh, shape))
-    order = list(groups.values())
-    random.Random(0).shuffle(order)
-    return [[s for group in order[i::workers] for s in group] for i in range(workers)]
 
 
 def _look_around(q: Question, bases: list[Experiment], spaces: list[Slots], best: Tried, found: Found) -> None:
@@ -230,30 +201,42 @@ def _bases(q: Question, cluster: Cluster) -> list[Experiment]:
 
 
 def _walk(
-    q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], first_feasible: bool = False,
-    progress: Progress | None = None,
+    q: Question, bases: list[Experiment], spaces: list[Slots], parts: list[list[Shape]], own: int,
+    first_feasible: bool = False, progress: Progress | None = None,
 ) -> Found:  # fmt: skip
-    """The nodes in order of their bounds, as far as they are in reach of the fastest plan."""
+    """The nodes of this process in the order of their bounds, as far as they are in reach of the fastest plan; then
+    what others have left of theirs."""
     found = Found()
-    every = nodes(q, bases, spaces, shapes, found)
-    left = Counter(n.base for n in every)
+    firsts = [sum(map(len, parts[:i])) * len(MICRO_BATCHES) for i in range(len(parts))]
+    every = nodes(q, bases, spaces, parts[own], found, firsts[own])
 
     def reach() -> float:
         found.faster(math.inf)
         return math.inf if q.goal == "memory" else SLACK * found.fastest
 
-    count_nodes(0, len(every))
-    for done, node in enumerate(in_order(q, bases, every, reach), 1):
-        left[node.base] -= 1
+    def expand(node: SearchNode) -> None:
         Expansion(q, bases[node.base], spaces[node.base], node, found).run()
         count_nodes(1, 0)
+
+    count_nodes(0, len(every))
+    left = {n.index: n for n in every}
+    for done, node in enumerate(in_order(q, bases, every, reach, publish), 1):
+        del left[node.index]
+        if take(node):
+            expand(node)
         if progress:
             progress(done, len(every))
         if first_feasible and found.kinds:
             return found
-    for base, n in left.items():
-        found.count("bounded", n * spaces[base].below)
-    count_nodes(left.total(), 0)
+    for node in filter(take, left.values()):
+        found.count("bounded", spaces[node.base].below)
+        count_nodes(1, 0)
     if progress:
         progress(len(every), len(every))
+    for other in (i for i in range(len(parts)) if i != own):
+        theirs = nodes(q, bases, spaces, parts[other], Found(), firsts[other])
+        for node in left_by_others(theirs, reach()):
+            node.bound = bound_of(q, *candidate(bases[node.base], node.chosen, node.micro))
+            if node.bound <= reach() and take(node):
+                expand(node)
     return found

@@ -186,11 +186,14 @@ def _call(t: Technique) -> Call:
     return Call.model_construct(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True))
 
 
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
 def micro_batches(e: Experiment, degree: int, free: bool) -> list[int | None]:
     """Sizes to try on a mesh of ``degree`` ranks: powers of two up to what one pipeline over all ranks would take."""
     if not isinstance(e.workload, Training) or not free:
         return [None]
-    return [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= e.batch_size and e.batch_size % m == 0]
+    return [m for m in MICRO_BATCHES if m <= e.batch_size and e.batch_size % m == 0]
 
 
 def batches(e: Experiment, free: bool) -> list[int]:
