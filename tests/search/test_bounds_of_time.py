@@ -63,10 +63,11 @@ def test_no_step_is_faster_than_its_computation(model, on, work, every):
     assert len(bounds) > 10
 
 
-def test_of_plans_that_offload_the_best_ranked_is_found():
+@pytest.mark.parametrize("workers", [1, 2])
+def test_of_plans_that_offload_the_best_ranked_is_found(workers):
     """No plan fits without it, and how fast one is does not follow from its computation."""
     q = question("llama2-7b", "2xrtx3090", seq_len=512, batch_size=4)
-    answer = search(q, workers=1)
+    answer = search(q, workers=workers)
     every = [ranked(q, point[0], found) for _, point in points(q) if (found := quick(*point)).fits]
     assert len(every) > 100
     assert all(any("offload" in name or "infinity" in name for name in t.names) for t in every)

@@ -24,6 +24,7 @@ from ridgeline.search.kinds import difference, kind_of
 from ridgeline.search.question import HIGHER, parse_slo
 from ridgeline.search.search import without_idle
 from ridgeline.search.why import closest_miss, relaxations, why_not
+from ridgeline.search.workers import in_processes
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
@@ -447,6 +448,23 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(monkeypatch):
 
     monkeypatch.setattr(module, "nodes", dies)
     assert {str(t.experiment.plan) for t in search(question(), workers=2).best} == plans
+
+
+def test_a_process_without_nodes_takes_those_that_another_has_left(monkeypatch):
+    monkeypatch.setattr("ridgeline.search.workers.divide", lambda shapes, _: [shapes, []])
+    module = sys.modules[search.__module__]
+    parts = []
+
+    def merged(run, shapes, workers, say):
+        parts[:] = in_processes(run, shapes, workers, say)
+        return parts
+
+    monkeypatch.setattr(module, "in_processes", merged)
+    q = question(only=FEW | {"tensor_parallel", "pipeline"}, free_micro_batch=True)
+    answer, alone = search(q, workers=2), search(q, workers=1)
+    assert [t.calls for t in answer.best[:1]] == [t.calls for t in alone.best[:1]]
+    assert answer.found.counts["considered"] == alone.found.counts["considered"]
+    assert parts[1].counts["considered"] > 0
 
 
 def test_techniques_that_cannot_be_in_a_plan_are_not_silently_left_out():

@@ -235,8 +235,9 @@ def _walk(
         progress(len(every), len(every))
     for other in (i for i in range(len(parts)) if i != own):
         theirs = nodes(q, bases, spaces, parts[other], Found(), firsts[other])
-        for node in left_by_others(theirs, reach()):
+        for node in left_by_others(theirs, reach):
             node.bound = bound_of(q, *candidate(bases[node.base], node.chosen, node.micro))
+            publish(node, node.bound)
             if node.bound <= reach() and take(node):
                 expand(node)
     return found

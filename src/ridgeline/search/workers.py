@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 _LOOK = 0.2
 """Seconds between looks at how far the workers are."""
+
+_PAUSE = 0.02
+"""Seconds between looks for a node that another process has left."""
 
 
 @dataclass
@@ -74,14 +78,18 @@ def publish(node: SearchNode, bound: float) -> None:
         shared.bounds[node.index] = bound
 
 
-def left_by_others(theirs: Iterable[SearchNode], reach: float) -> list[SearchNode]:
-    """Of another process's nodes those that it has not taken and whose bounds are known to be within ``reach``, those
-    last that it would come to first."""
-    if not _shared:
-        return []
-    bounds, taken = _shared[0].bounds, _shared[0].taken.get_obj()
-    left = [n for n in theirs if not taken[n.index] and bounds[n.index] <= reach]
-    return sorted(left, key=lambda n: bounds[n.index], reverse=True)
+def left_by_others(theirs: list[SearchNode], reach: Callable[[], float]) -> Iterator[SearchNode]:
+    """The nodes of another process that it has not taken, and whose bounds are known to be within ``reach()``, until it
+    has none left: each time the one that it would come to last."""
+    for shared in _shared:
+        bounds, taken = shared.bounds, shared.taken.get_obj()
+        while theirs := [n for n in theirs if not taken[n.index]]:
+            limit = reach()
+            last = max(theirs, key=lambda n: bounds[n.index] if bounds[n.index] <= limit else -1.0)
+            if bounds[last.index] <= limit:
+                yield last
+            else:
+                time.sleep(_PAUSE)
 
 
 def divide(shapes: list[Shape], workers: int) -> list[list[Shape]]:
