@@ -14,10 +14,10 @@ from ridgeline.search import Question, search
 from ridgeline.search.expand import ranked
 from ridgeline.search.least_memory import LeastMemory, held_parameters
 from ridgeline.search.space import beside, candidate, refusal, slots, splits_batch, with_open_options
-from ridgeline.search.why import _looser, closest_miss
+from ridgeline.search.why import _looser, closest_miss, relaxations
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.plan import Call, Plan
-from ridgeline.spec.workload import FineTune, Pretrain
+from ridgeline.spec.workload import FineTune, Generate, Pretrain, Serve
 from ridgeline.techniques.registry import techniques_of
 
 FEW = frozenset({"tensor_parallel", "recompute", "flash_attention", "mixed_precision", "data_parallel", "zero",
@@ -209,3 +209,25 @@ def test_a_limit_on_the_rate_of_an_open_batch_is_kept():
 def test_cost_needs_a_price(slo):
     with pytest.raises(UserError, match="needs dollars_per_million_tokens, which is not predicted for h20"):
         search(question("cost", "4xh20", slo=slo), workers=1)
+
+
+@pytest.mark.parametrize("workload", [WORK, Generate(), Serve(rate=4.0, prompt_len=64, output_len=8, requests=10)])
+def test_no_way_out_is_searched_for_a_rate_beyond_all_devices(workload, predicted):
+    """More devices than any ladder has do not give it: nothing is predicted to say so."""
+    answer = search(question(workload=workload, slo={"tokens_per_s": 1e9}), workers=1)
+    assert not answer.best
+    assert predicted
+    predicted.clear()
+    ways = relaxations(answer)
+    assert [way.change.split("=")[0] for way in ways] == ["tokens_per_s"]
+    assert not predicted
+
+
+def test_only_a_search_for_any_plan_leaves_out_what_is_too_slow(predicted):
+    """A limit within the peak of the devices, which computation alone exceeds."""
+    q = question(workload=Pretrain(seq_len=2048, batch_size=64), slo={"step_time_s": 3.0})
+    assert not search(q, workers=1, first_feasible=True).best
+    assert not predicted
+    answer = search(q, workers=1)
+    assert predicted
+    assert closest_miss(answer)[0].quick.fits

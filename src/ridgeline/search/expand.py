@@ -37,14 +37,16 @@ class Expansion:
     """One node: its computation, for every split with the bubbles of its schedule, bounds all placements. What is left
     is sized first, and timed only when it fits."""
 
-    def __init__(self, q: Question, base: Experiment, space: Slots, node: SearchNode, found: Found) -> None:
+    def __init__(
+        self, q: Question, base: Experiment, space: Slots, node: SearchNode, found: Found, bounded: bool = False
+    ) -> None:
         self.q, self.base, self.space, self.node, self.found = q, base, space, node, found
         self.rest = tuple(t for t in node.chosen if t.phase != "recompute")
         self.most = max(part.device.memory_bytes for part in base.cluster.parts or (base.cluster,))
         self.everything = q.goal == "memory"
         """Whether no plan is left out for being slower than another."""
-        # Where faster plans are better, the fastest bounds what misses the limit, too.
-        self.longest = q.longest * q.weight(base.cluster) if q.goal in ("cost", "memory") else math.inf
+        # Where faster plans are better, the fastest bounds what misses the limit, too, and is told where none keeps it.
+        self.longest = q.longest * q.weight(base.cluster) if bounded or q.goal in ("cost", "memory") else math.inf
         """Weighed seconds of a step above which it breaks a limit."""
         self.doubt = doubt(base.task, (*techniques_of(base.plan), *node.chosen))
         self.tight = False

@@ -53,12 +53,15 @@ def search(
         answer = _beyond_memory(question, workers, progress, first_feasible)
     if not answer and question.goal in ("cost", "memory") and question.longest < math.inf:
         answer = _beyond_time(question, workers, progress)
-    answer = answer or _search(question, workers, progress, first_feasible)
+    answer = answer or _search(question, workers, progress, first_feasible, bounded=first_feasible)
     answer.seconds = time.perf_counter() - start
     return answer
 
 
-def _search(question: Question, workers: int, progress: Progress | None, first_feasible: bool) -> Answer:
+def _search(
+    question: Question, workers: int, progress: Progress | None, first_feasible: bool, bounded: bool = False
+) -> Answer:
+    """``bounded``: what breaks a limit on time is not looked at, so that the closest miss is not known."""
     bases = [b for c in sub_clusters(question.cluster, question.goal == "cost") for b in _bases(question, c)]
     settled = settle(question, bases[0])
     known = [cls for cls in question.techniques() if cls.card.name not in settled.without_effect]
@@ -72,7 +75,7 @@ def _search(question: Question, workers: int, progress: Progress | None, first_f
         if found.kinds or ("peak_bytes" not in question.slo and any(t.quick.fits for t in found.nearest)):
             found.count("dominated", sum(some[i].below for i, _, _ in shapes))
             continue
-        run = partial(_walk, question, bases, some, first_feasible=first_feasible)
+        run = partial(_walk, question, bases, some, first_feasible=first_feasible, bounded=bounded)
         before += _walk_all(run, shapes, workers, progress, found, before)
     answer = Answer(question, found, settled.evidence, settled.without_effect, 0.0)
     if question.training and question.goal != "memory" and answer.best and not first_feasible:
@@ -202,7 +205,7 @@ def _bases(q: Question, cluster: Cluster) -> list[Experiment]:
 
 def _walk(
     q: Question, bases: list[Experiment], spaces: list[Slots], parts: list[list[Shape]], own: int,
-    first_feasible: bool = False, progress: Progress | None = None,
+    first_feasible: bool = False, bounded: bool = False, progress: Progress | None = None,
 ) -> Found:  # fmt: skip
     """The nodes of this process in the order of their bounds, as far as they are in reach of the fastest plan; then
     what others have left of theirs."""
@@ -212,10 +215,11 @@ def _walk(
 
     def reach() -> float:
         found.faster(math.inf)
-        return math.inf if q.goal == "memory" else SLACK * found.fastest
+        limit = q.longest * q.weight(bases[0].cluster) if bounded and len(bases) == 1 else math.inf
+        return math.inf if q.goal == "memory" else min(limit, SLACK * found.fastest)
 
     def expand(node: SearchNode) -> None:
-        Expansion(q, bases[node.base], spaces[node.base], node, found).run()
+        Expansion(q, bases[node.base], spaces[node.base], node, found, bounded).run()
         count_nodes(1, 0)
 
     count_nodes(0, len(every))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ridgeline import catalog
 from ridgeline.predict.predict import predict
 from ridgeline.predict.quick import quick
+from ridgeline.predict.serving.arrivals import requests
 from ridgeline.report.units import percent, size
 from ridgeline.search.found import ALIKE, WORTH, Answer, Tried
 from ridgeline.search.question import Question
@@ -280,7 +281,10 @@ def _climb(q: Question) -> list[Relaxation]:
 
 
 def _out_of_reach(q: Question) -> bool:
-    """Whether limits on latencies are broken by every plan even for one request alone: no load makes it faster."""
+    """Whether limits are broken by every plan: on rates, as the load or the devices' peaks give less; on latencies even
+    for one request alone, as no load makes it faster."""
+    if q.slo.get("tokens_per_s", 0.0) > _most_tokens(q):
+        return True
     w, limits = q.workload, {name: limit for name, limit in q.slo.items() if name in _LATENCIES}
     if not isinstance(w, Serve) or w.trace or not limits:
         return False
@@ -289,6 +293,20 @@ def _out_of_reach(q: Question) -> bool:
     divides = frozenset(cls.card.name for cls in q.techniques() if cls.phase != "loop")  # nothing to schedule
     alone = replace(q, workload=w.model_copy(update=change), slo=limits, only=divides)
     return not search(alone, first_feasible=True).best
+
+
+def _most_tokens(q: Question) -> float:
+    """Tokens per second that no plan exceeds: twice what requests ask for between the first arrival and the last (each
+    replica has its own); and two FLOPs for each active parameter at the devices' highest peak, doubled for sparse
+    products."""
+    w, asked = q.workload, math.inf
+    if isinstance(w, Serve) and (w.rate or w.trace):
+        arrivals = requests(w)
+        span = arrivals[-1].arrival - arrivals[0].arrival
+        asked = 2 * sum(r.output for r in arrivals) / span if span else math.inf
+    parts = q.cluster.parts or (q.cluster,)
+    peaks = sum(part.size * max(part.device.peak_flops.values(), default=math.inf) for part in parts)
+    return min(asked, peaks / q.model.num_active_parameters)
 
 
 def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
