@@ -7,6 +7,7 @@ import pytest
 from ridgeline import catalog
 from ridgeline.catalog.toml import parse
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.huggingface import to_hf_config
 
 EXACT = {
     "llama2-7b": 6_738_415_616,
@@ -40,6 +41,16 @@ def test_entry_is_complete(name):
     if not spec.is_encoder_decoder:
         own_width = spec.family.startswith(("qwen3", "gpt_oss", "gemma", "deepseek", "llama4"))
         assert spec.head_dim * spec.num_heads == spec.hidden_size or own_width
+
+
+@pytest.mark.parametrize("name", catalog.models())
+def test_a_model_trained_from_the_catalog_can_be_saved(name):
+    spec = catalog.model(name)
+    if spec.gated and spec.family in ("gpt2", "switch_transformers"):  # of papers that published no configuration
+        with pytest.raises(UserError, match="gated"):
+            to_hf_config(spec)
+    else:
+        assert to_hf_config(spec)["model_type"] == spec.family
 
 
 def test_exact_counts_are_held_exactly():

@@ -59,6 +59,12 @@ def test_buffers_grow_as_published():
     assert sum(die_mm2(base).values()) == total_mm2(base)
 
 
+def test_no_buffer_is_smaller_than_one_of_fewer_bytes():
+    process = chips.process("n7")
+    areas = [sram_mm2(1024 * size, process) for size in range(1, 1100)]
+    assert areas == sorted(areas)
+
+
 def test_units_scale_with_the_square_of_the_mantissa():
     assert transistors("fp64") / transistors("fp16") == pytest.approx((52 / 10) ** 2)
 

@@ -36,6 +36,19 @@ def test_every_chip_runs_a_model(name):
     assert r.metrics["tokens_per_s"].value > 0
 
 
+@pytest.mark.parametrize("array", [(17, 16), (20, 16), (24, 24), (32, 16), (16, 32), (48, 16)])
+def test_larger_arrays_decode_no_slower(array):
+    """Decoding waits for memory, whatever the sides of the arrays are."""
+    table, where = chips.chip_document("ga100")
+    core = {**table["core"], "array": {**table["core"]["array"], "rows": array[0], "columns": array[1]}}
+    larger = chips.chip_from({**table, "core": core}, where)
+    base, own = (
+        predict(experiments.make("llama2-7b", Cluster(device=chip_device(c)), {**GENERATE, "batch_size": 1}, []))
+        for c in (chips.chip("ga100"), larger)
+    )
+    assert own.metrics["tpot_s"].value == pytest.approx(base.metrics["tpot_s"].value, rel=0.05)
+
+
 def test_a_design_is_marked_as_such():
     r = predict(experiments.make("llama2-7b", "llmcompass-latency", GENERATE, []))
     assert r.metrics["tokens_per_s"].source == "class default"

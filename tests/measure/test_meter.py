@@ -119,6 +119,14 @@ def test_predicted_and_measured_memory_agree(name, micro, corpus):
     assert usage.categories["parameters"] >= stored
 
 
+@pytest.mark.parametrize("plan", ["lora", "lora:targets=all-linear", "bitfit"])
+def test_a_frozen_product_leaves_nothing_to_free_in_backward(plan, corpus):
+    """Where an adapter reads it, the wide input of the MLP's last product is saved, and freed before its gradients."""
+    e = experiment(corpus, plan, model=WIDER.changed(intermediate_size=1024), seq_len=64)
+    usage, _ = measured(e)
+    assert predict(e).metrics["peak_bytes"].value == pytest.approx(usage.total, rel=0.02)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gathered_parameters_and_sharded_gradients_are_counted_as_what_they_are(stage, corpus):
     e = experiment(corpus, f"zero:stage={stage}", ranks=2, model=WIDER, seq_len=64, micro_batch_size=1)

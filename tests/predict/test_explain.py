@@ -116,6 +116,27 @@ def test_more_bandwidth_between_devices_is_that_of_the_whole_path(device):
     assert lever.limit > 0.05
 
 
+def test_what_waits_for_the_hosts_link_gains_by_a_faster_one():
+    e = experiments.make("llama2-70b", "rtx4090", {"kind": "generate", "prompt_len": 64, "output_len": 4},
+                         ["zero_inference"])  # fmt: skip
+    x = explain(e, moves=False)
+    assert x.tree.bound == "link"
+    levers = {v.resource: v for v in x.levers}
+    assert levers["bandwidth between devices"].factor is None
+    assert levers["bandwidth to host memory and disks"].factor == pytest.approx(1 + GAIN, rel=0.05)
+
+
+def test_waiting_for_prompts_is_no_latency():
+    """Faster launches do not shorten the iterations that read other requests' prompts."""
+    work = {"kind": "serve", "rate": 4.0, "requests": 100}
+    x = explain(experiments.make("llama2-7b", "a100-80g-sxm", work, ["continuous_batching", "paged_kv"]), moves=False)
+    waiting = next(c for c in x.tree.children if c.name == "waiting")
+    latency = next(v for v in x.levers if v.resource == RESOURCE_NAMES["latency"])
+    assert waiting.share > 0.3
+    assert waiting.bound == "waiting"
+    assert x.tree.bounds.get("latency", 0.0) <= latency.limit + 0.05
+
+
 @pytest.mark.parametrize("plan", ["zero_offload", "zero_offload:delayed=true", "zero_infinity"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_optimizer_on_the_host_is_not_communication(plan, accumulation):

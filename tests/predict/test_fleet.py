@@ -17,6 +17,7 @@ from ridgeline.predict.fleet.replica import FleetRequest
 from ridgeline.predict.fleet.transfers import Transfers
 from ridgeline.predict.serving.arrivals import requests
 from ridgeline.predict.serving.kv_transfer import kv_transfer
+from ridgeline.spec.device import Link
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.fleet import FleetSpec, Transfer
 from ridgeline.spec.workload import Serve
@@ -29,6 +30,7 @@ def fleet(*pools, **tables):
     return FleetSpec.model_validate({**tables, "pools": [{"on": ON, "replicas": 1, **p} for p in pools]})
 
 
+LINK = Link(name="wire", bandwidth=1e9, latency=1e-5)
 SPLIT = ({"name": "prompt", "role": "prefill"}, {"name": "token", "role": "decode"})
 
 
@@ -100,6 +102,23 @@ def test_a_cache_moves_once_and_first_tokens_do_not_wait_for_it():
     prompt, token = out.members
     assert prompt.replica.out.prompt_tokens == sum(r.prompt for r in arrivals)
     assert token.replica.out.prompt_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "plan", "copies"),
+    [
+        ("gpt-oss-20b", "h100-sxm", None, 1),  # layers with a window are sent, too
+        ("gemma-3-1b", "h100-sxm", None, 1),
+        ("llama2-13b", "3xa100-80g-sxm", ["pipeline:degree=3", "continuous_batching"], 1),  # 14, 13 and 13 layers
+        ("deepseek-v2-lite", "4xh100-sxm", None, 4),  # every rank has the whole latent
+    ],
+)
+def test_all_layers_of_a_cache_are_sent(model, on, plan, copies):
+    work = {"kind": "serve", "rate": 4.0, "requests": 4, "prompt_len": 700, "output_len": 2}
+    spec = fleet(*({**p, "on": on, "plan": plan} for p in SPLIT))
+    made = fleets.replicas_of(spec, model, work)
+    each = kv_transfer(made["prompt"], 700, LINK, 0.1).nbytes
+    assert predict_fleet(spec, made).metrics["kv_transfer_bytes"].value == pytest.approx(4 * copies * each, rel=1e-9)
 
 
 def test_split_pools_keep_prompts_away_from_tokens():

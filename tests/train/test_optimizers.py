@@ -179,6 +179,17 @@ def test_traffic_and_memory_are_as_predicted(call, name, corpus):
         assert states == pytest.approx(held["optimizer"], abs=4 * 60)
 
 
+@pytest.mark.parametrize("call", ["lomo", "adalomo"])
+def test_the_update_of_a_large_matrix_takes_no_more_memory(call, corpus):
+    """The embedding's is there while most activations are."""
+    wide = WIDE.model_copy(update={"vocab_size": 16384})
+    e = experiment(corpus, call, model=wide, batch_size=2, seq_len=64, grad_clip=0.0)
+    trainer = make_trainer(e)
+    for _ in range(2):
+        trainer.step()
+    assert predict(e).metrics["peak_bytes"].value == pytest.approx(metered_step(trainer).total, rel=0.01)
+
+
 def test_measured_gradients_are_one_layers_not_the_models(corpus):
     trainer = make_trainer(experiment(corpus, "lomo", model=WIDE, grad_clip=1.0))
     trainer.step()

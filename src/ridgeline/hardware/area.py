@@ -40,13 +40,14 @@ def transistors(dtype: str) -> float:
 
 
 def sram_mm2(size: float, p: Process) -> float:
-    """Area of ``size`` bytes of static memory, in blocks of at most 512 KiB."""
+    """Area of ``size`` bytes of static memory, in blocks of at most 512 KiB: at least that of a smaller block."""
     if size > 2**19:
         return math.ceil(size / 2**19) * 2**19 * 8 * p.sram_bit_mm2 / _BLOCK_EFFICIENCY
     size = max(size, 2**12)
     step = math.ceil(math.log2(size)) - 12
-    share = _EFFICIENCY[step] if step < len(_EFFICIENCY) else _BLOCK_EFFICIENCY
-    return size * 8 * p.sram_bit_mm2 / share
+    shares = (*_EFFICIENCY, _BLOCK_EFFICIENCY)
+    cells = max(size / shares[step], 2 ** (11 + step) / shares[step - 1] if step else 0.0)
+    return cells * 8 * p.sram_bit_mm2
 
 
 def registers_mm2(r: Registers, p: Process) -> float:

@@ -95,10 +95,6 @@ class AdaLomoOptimizer(Optimizer):
         u = g / √(r c / mean(r))
         θ ← θ - η max(ε, RMS(θ)) u / max(1, RMS(u))
 
-    with β = 1 - t^(-decay) at step t = 1, 2, … (that of the authors' code, which takes another one at its first step).
-    Vectors keep the whole of g²'s mean; stacked matrices (experts) are matrices of their own. Of divided matrices each
-    rank holds the factors of its rows and columns; a step sums a vector along each divided side, and three numbers.
-
     with β = 1 - t^(-decay) at step t = 1, 2, … (as in the authors' code, which uses another value at its first step).
     Vectors keep the full mean of g²; stacked matrices (experts) are treated as separate matrices. For divided matrices
     each rank holds the factors of its rows and columns; a step sums a vector along each divided side, and three
@@ -128,7 +124,9 @@ class AdaLomoOptimizer(Optimizer):
         else:
             update, rows = self._factored(p, state, grad, beta, cuts)
         sides = (-2, -1) if grad.ndim > 1 else (-1,)
-        sums = torch.stack([t.double().square().sum(sides) for t in (update, weight)])
+        # Not t.double().square(), of which the largest matrix takes four times its own bytes.
+        norms = [torch.linalg.vector_norm(t, dim=sides, dtype=torch.float64) for t in (update, weight)]
+        sums = torch.stack(norms).square_()
         if rows is not None:  # ranks that have other columns contribute the same value
             same = math.prod(g.size() for dim, g in cuts if dim == p.ndim - 1)
             sums = torch.cat([sums, rows.double().sum(-1).unsqueeze(0) / same])

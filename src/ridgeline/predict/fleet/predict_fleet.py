@@ -16,7 +16,8 @@ from ridgeline.predict.interval import add_intervals
 from ridgeline.predict.known import known_of
 from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.predict.serving.kv_budget import LESS, Room, bytes_per_token
+from ridgeline.predict.serving.kv_budget import LESS, Room
+from ridgeline.predict.serving.kv_transfer import bytes_per_layer
 from ridgeline.predict.serving.simulate import (
     SHARES,
     iteration_rows,
@@ -34,7 +35,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.fleet import FleetSpec, Pool
 from ridgeline.spec.result import Metric, Result, Traffic
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import resolve, techniques_of
+from ridgeline.techniques.registry import remaining_model, resolve, techniques_of
 
 
 def predict_fleet(spec: FleetSpec, experiments: Mapping[str, Experiment]) -> Result:
@@ -126,9 +127,12 @@ def model_of(pool: Pool, spec: FleetSpec, e: Experiment, arrivals: Sequence[Arri
     device, link = surface.cluster.device, surface.cluster.device.network or surface.cluster.device.host_link
     bandwidth = spec.transfer.bandwidth or (link.bandwidth if link else float("inf"))
     latency = spec.transfer.latency if spec.transfer.latency is not None else (link.latency if link else 0.0)
+    m = remaining_model(e)
+    copies = max(1.0, e.parallel.get("tp", 1) / m.cached_heads)  # ranks with the same heads send them each
     return PoolModel(
-        pool, surface, made, surface.engine.request_s, surface.engine.admission_s, e.world, e.model.num_layers,
-        bytes_per_token(e) * e.world, bandwidth * e.world, latency, _price(pool, e, device), _watts(pool, e, device),
+        pool, surface, made, surface.engine.request_s, surface.engine.admission_s, e.world, m.num_layers,
+        m.num_layers * bytes_per_layer(e) * copies, bandwidth * e.world, latency, _price(pool, e, device),
+        _watts(pool, e, device),
     )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def tiled(
     partial = 8.0 * rows * columns / m.l2_bandwidth  # fp32, written and read
     best, best_compute, best_memory = 1e30, 0.0, 0.0
     for height, wide in _TILES if c.tile_rows == c.tile_columns == 1.0 else _scaled_tiles(c):
-        if height > 16 * c.tile_rows and height >= 2 * each:
+        if height > ceil(16 * c.tile_rows) and height >= 2 * each:  # the smallest are always tried
             continue
         tiles = groups * ceil(each / height) * ceil(columns / wide)
         math_k, load_k = 2.0 * height * wide / unit_rate, (height + wide) / load_rate

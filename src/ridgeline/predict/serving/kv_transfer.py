@@ -29,13 +29,19 @@ def kv_transfer(e: Experiment, tokens: int, link: Link, compute: float, layerwis
     what is left after the last layer is ``max(t, L t - (L - 1) c)``. At once, the whole cache is one message after the
     pass (section 4.3 of the paper).
     """
-    m = remaining_model(e)
-    dtype = next(filter(None, (t.cache_dtype for t in techniques_of(e.plan))), e.dtype)
-    layer = m.cached_tensors * m.cached_heads * tokens * m.cached_dim * kv_bytes(dtype, m.cached_dim)
-    nbytes = round(m.num_layers * layer)
+    layers = remaining_model(e).num_layers
+    layer = tokens * bytes_per_layer(e)
+    nbytes = round(layers * layer)
     if not layerwise:
         seconds = link.latency + nbytes / link.bandwidth
         return KVTransfer(nbytes, seconds, seconds)
     each = link.latency + layer / link.bandwidth
-    whole = m.num_layers * each
-    return KVTransfer(nbytes, whole, max(each, whole - (m.num_layers - 1) / m.num_layers * compute))
+    whole = layers * each
+    return KVTransfer(nbytes, whole, max(each, whole - (layers - 1) / layers * compute))
+
+
+def bytes_per_layer(e: Experiment) -> float:
+    """Bytes of one token's keys and values in one layer, over all heads."""
+    m = remaining_model(e)
+    dtype = next(filter(None, (t.cache_dtype for t in techniques_of(e.plan))), e.dtype)
+    return m.cached_tensors * m.cached_heads * m.cached_dim * kv_bytes(dtype, m.cached_dim)

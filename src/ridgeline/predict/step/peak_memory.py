@@ -105,7 +105,9 @@ def _beside_saved(b: Block) -> tuple[float, float]:
         return b.workspace, b.backward_workspace
     parts = 5 if "mlp.gate" in b.saved else 3  # tensors that the activation's backward reads and writes
     forward = max(min(act / parts, b.workspace), b.workspace - mlp - min(probs, b.workspace / 2))
-    gradients = act * (parts // 2) / parts  # those that come in and go out, less what the last product had saved
+    # Gradients that come in and go out, less what the last product had saved; a frozen one saves nothing.
+    saves = "mlp.inner" in b.saved or b.recomputed > 0
+    gradients = act * (parts // 2 + (not saves)) / parts
     return forward, max(min(gradients, b.backward_workspace), b.backward_workspace - mlp)
 
 
