@@ -467,6 +467,20 @@ def test_a_process_without_nodes_takes_those_that_another_has_left(monkeypatch):
     assert parts[1].counts["considered"] > 0
 
 
+def test_a_process_that_fails_ends_the_search(monkeypatch):
+    """The other one has nothing to do but to wait for what this one leaves."""
+    monkeypatch.setattr("ridgeline.search.workers.divide", lambda shapes, _: [shapes, []])
+
+    def fails(q, bases, nodes, *_):
+        if nodes:
+            raise ZeroDivisionError
+        return nodes
+
+    monkeypatch.setattr(sys.modules[search.__module__], "in_order", fails)
+    with pytest.raises(ZeroDivisionError):
+        search(question(), workers=2)
+
+
 def test_techniques_that_cannot_be_in_a_plan_are_not_silently_left_out():
     with pytest.raises(UserError, match="gptq does not apply to task 'finetune'"):
         replace(TUNED, allow=frozenset({"gptq"}))
