@@ -81,6 +81,16 @@ def test_of_plans_that_offload_the_best_ranked_is_found(workers):
     )
 
 
+def test_a_plan_that_offloads_more_is_found_where_it_is_faster():
+    """In 20 GB, gradients that each rank holds whole and activations on the host beat all states in shards."""
+    more = FEW - {"tensor_parallel", "pipeline", "recompute"} | {"activation_offload"}
+    q = replace(question("llama2-7b", "2xrtx3090", seq_len=512, batch_size=4), only=more, slo={"peak_bytes": 20e9})
+    every = [ranked(q, point[0], found) for _, point in points(q) if (found := quick(*point)).fits]
+    best = min((t for t in every if not q.misses(t.metrics)), key=order)
+    assert {"zero_offload", "activation_offload"} <= best.names
+    assert search(q, workers=1).best[0].calls == best.calls
+
+
 def test_what_keeps_a_limit_beside_a_fixed_technique_that_moves_activations_is_found():
     """Activations that are elsewhere do not count as the device's."""
     fixed = Plan.parse(["diff_pruning", "lion", "activation_offload"])

@@ -195,7 +195,8 @@ class Expansion:
                 fits = True  # what misses another limit from the device's memory misses it by more from elsewhere
             if judged:
                 away = offloads(placement)
-                if not fits and (not away or q.workload.kind != "generate"):  # generations differ in what they offload
+                # Of plans that offload, only in serving those that offload less are faster.
+                if not fits and (not away or q.workload.kind == "serve"):
                     fits, least = True, away
                 found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
                 if q.training:
