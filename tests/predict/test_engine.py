@@ -10,10 +10,12 @@ from ridgeline.graph import tokens_graph
 from ridgeline.graph.layers import distinct_experts
 from ridgeline.predict import predict
 from ridgeline.predict.common import rank_cluster
+from ridgeline.predict.serving.arrivals import requests
 from ridgeline.predict.serving.engine_costs import ENGINES, find_engine
 from ridgeline.predict.serving.iteration_time import GRID, Iterations, one_shot
+from ridgeline.predict.serving.simulate import surface_of
 from ridgeline.spec.errors import UserError
-from ridgeline.techniques.registry import check
+from ridgeline.techniques.registry import check, resolve
 
 
 def surface(model="llama3.1-8b", on="h100", plan=(), engine="vllm", contexts=(512, 4096)):
@@ -300,6 +302,20 @@ def test_surfaces_share_what_does_not_depend_on_the_workload():
 def _in_vllm(model: str, on: str, batch: int):
     workload = {"kind": "generate", "engine": "vllm", "batch_size": batch, "prompt_len": 512, "output_len": 128}
     return predict(experiments.make(model, on, workload, []))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "ridgeline"])
+def test_plans_that_differ_in_scheduling_share_the_times_of_operators(engine):
+    """Those of other plans are others."""
+
+    def parts(*plan):
+        e = experiments.make("llama3.2-1b", "h100-sxm", {"kind": "serve", "engine": engine, "requests": 2}, plan)
+        return surface_of(*resolve(e), requests(e.workload)).parts
+
+    alone = parts()
+    assert parts("paged_kv", "continuous_batching") is alone
+    assert parts("paged_kv", "continuous_batching", "chunked_prefill", "speculative") is alone
+    assert parts("paged_kv", "gptq") is not alone
 
 
 def test_a_larger_batch_in_an_engine_takes_no_more_seconds_a_token():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from ridgeline import catalog
 from ridgeline.predict.quick import computation, quick
 from ridgeline.search import Question, search
-from ridgeline.search.expand import ranked
-from ridgeline.search.found import order
+from ridgeline.search.expand import Expansion, ranked
+from ridgeline.search.found import Found, order
+from ridgeline.search.nodes import bound_of, nodes
 from ridgeline.search.space import beside, candidate, micro_batches, refusal, slots, splits_batch
+from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import FineTune
 
 FEW = frozenset({"tensor_parallel", "expert_parallel", "pipeline", "recompute", "flash_attention", "mixed_precision",
@@ -26,8 +29,8 @@ def points(q: Question, every: int = 1):
     """(mesh, shape and micro-batch, the rest) of each plan that ``check`` accepts."""
     base = q.base(q.cluster)
     space = slots(q, base, q.techniques())
-    nodes = list(product(space.combinations("mesh"), space.combinations("shape"), micro_batches(base, 1, True)))
-    for mesh, shape, micro in nodes[::every]:
+    every_node = list(product(space.combinations("mesh"), space.combinations("shape"), micro_batches(base, 1, True)))
+    for mesh, shape, micro in every_node[::every]:
         if refusal(candidate(base, mesh + shape)):
             continue
         for stages in space.combinations("split"):
@@ -76,3 +79,42 @@ def test_of_plans_that_offload_the_best_ranked_is_found(workers):
     assert min(t.metrics["step_time_s"] for t in answer.found.fitting.values()) == pytest.approx(
         min(t.metrics["step_time_s"] for t in every)
     )
+
+
+def test_a_plan_that_offloads_more_is_found_where_it_is_faster():
+    """In 20 GB, gradients that each rank holds whole and activations on the host beat all states in shards."""
+    more = FEW - {"tensor_parallel", "pipeline", "recompute"} | {"activation_offload"}
+    q = replace(question("llama2-7b", "2xrtx3090", seq_len=512, batch_size=4), only=more, slo={"peak_bytes": 20e9})
+    every = [ranked(q, point[0], found) for _, point in points(q) if (found := quick(*point)).fits]
+    best = min((t for t in every if not q.misses(t.metrics)), key=order)
+    assert {"zero_offload", "activation_offload"} <= best.names
+    assert search(q, workers=1).best[0].calls == best.calls
+
+
+def test_what_keeps_a_limit_beside_a_fixed_technique_that_moves_activations_is_found():
+    """Activations that are elsewhere do not count as the device's."""
+    fixed = Plan.parse(["diff_pruning", "lion", "activation_offload"])
+    q = replace(question("gpt2-xl", "2xrtx3090", seq_len=512, batch_size=16), fixed=fixed)
+    fastest = min(t.metrics["step_time_s"] for t in search(q, workers=1).found.fitting.values())
+    limited = search(replace(q, slo={"step_time_s": 1.001 * fastest}), workers=1)
+    assert limited.best
+    assert limited.best[0].metrics["step_time_s"] == pytest.approx(fastest)
+    assert all(t.missed or not t.quick.fits for t in limited.found.nearest)
+
+
+def test_what_misses_a_limit_on_time_does_not_bound_what_keeps_it():
+    """Plans whose techniques are not proven must gain more to come first, not to keep a limit."""
+    fixed = Plan.parse(["bitfit", "lion", "activation_offload", "growlength"])
+    q = Question(catalog.model("gpt2-xl"), catalog.cluster("rtx3090"), FineTune(seq_len=512, batch_size=8),
+                 only=frozenset({"flash_attention", "mixed_precision"}), fixed=fixed)  # fmt: skip
+    fastest = min(t.metrics["step_time_s"] for t in search(q, workers=1).found.fitting.values())
+    q = replace(q, slo={"step_time_s": 1.001 * fastest})
+    base = q.base(q.cluster)
+    space = slots(q, base, q.techniques())
+    shapes = [(0, mesh, shape) for mesh in space.combinations("mesh") for shape in space.combinations("shape")]
+    found = Found()
+    found.faster(1.01 * fastest)  # of a plan that misses it
+    for node in nodes(q, [base], [space], shapes, found):
+        node.bound = bound_of(q, *candidate(base, node.chosen, node.micro))
+        Expansion(q, base, space, node, found).run()
+    assert [t.metrics["step_time_s"] for t in found.fitting.values()] == [pytest.approx(fastest)]

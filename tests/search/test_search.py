@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from dataclasses import replace
 from itertools import product
 
@@ -24,7 +22,6 @@ from ridgeline.search.kinds import difference, kind_of
 from ridgeline.search.question import HIGHER, parse_slo
 from ridgeline.search.search import without_idle
 from ridgeline.search.why import closest_miss, relaxations, why_not
-from ridgeline.search.workers import in_processes
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
@@ -434,37 +431,6 @@ def test_a_limit_on_goodput_is_the_least_allowed():
     assert search(q, workers=1).best
     assert q.misses({"slo_share": 0.5}) == ["slo_share 0.5 below the limit 0.9"]
     assert q.misses({"slo_share": 0.0}) == ["slo_share 0 below the limit 0.9"]
-
-
-def test_a_worker_that_is_killed_costs_nothing_but_time(monkeypatch):
-    module, here = sys.modules[search.__module__], os.getpid()
-    plans = {str(t.experiment.plan) for t in search(question(), workers=1).best}
-    nodes = module.nodes
-
-    def dies(*args):
-        if os.getpid() != here:
-            os._exit(9)
-        return nodes(*args)
-
-    monkeypatch.setattr(module, "nodes", dies)
-    assert {str(t.experiment.plan) for t in search(question(), workers=2).best} == plans
-
-
-def test_a_process_without_nodes_takes_those_that_another_has_left(monkeypatch):
-    monkeypatch.setattr("ridgeline.search.workers.divide", lambda shapes, _: [shapes, []])
-    module = sys.modules[search.__module__]
-    parts = []
-
-    def merged(run, shapes, workers, say):
-        parts[:] = in_processes(run, shapes, workers, say)
-        return parts
-
-    monkeypatch.setattr(module, "in_processes", merged)
-    q = question(only=FEW | {"tensor_parallel", "pipeline"}, free_micro_batch=True)
-    answer, alone = search(q, workers=2), search(q, workers=1)
-    assert [t.calls for t in answer.best[:1]] == [t.calls for t in alone.best[:1]]
-    assert answer.found.counts["considered"] == alone.found.counts["considered"]
-    assert parts[1].counts["considered"] > 0
 
 
 def test_techniques_that_cannot_be_in_a_plan_are_not_silently_left_out():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import cached_property
 
 from ridgeline.graph import Graph
@@ -42,13 +42,16 @@ class Expansion:
     ) -> None:
         self.q, self.base, self.space, self.node, self.found = q, base, space, node, found
         self.rest = tuple(t for t in node.chosen if t.phase != "recompute")
+        self.fixed = tuple(techniques_of(base.plan))
         self.most = max(part.device.memory_bytes for part in base.cluster.parts or (base.cluster,))
         self.everything = q.goal == "memory"
         """Whether no plan is left out for being slower than another."""
         # Where faster plans are better, the fastest bounds what misses the limit, too, and is told where none keeps it.
         self.longest = q.longest * q.weight(base.cluster) if bounded or q.goal in ("cost", "memory") else math.inf
         """Weighed seconds of a step above which it breaks a limit."""
-        self.doubt = doubt(base.task, (*techniques_of(base.plan), *node.chosen))
+        self.by_time = q.goal in ("throughput", "latency") and bool(q.slo.keys() & {"step_time_s", "tokens_per_s"})
+        """Whether plans that break a limit on the very time by which plans are ranked bound others, too."""
+        self.doubt = self._doubt((*self.fixed, *node.chosen))
         self.tight = False
         """Whether activations were too large in any prediction."""
 
@@ -81,7 +84,7 @@ class Expansion:
             found.count("missed", self.space.below)
             return
         possible, apart = beside(node.chosen, self.space.placements)
-        fixed = splits_batch(tuple(techniques_of(self.base.plan)))
+        fixed = splits_batch(self.fixed)
         for stages in self.space.combinations("split"):
             e, techniques, refused = self._split(stages)
             if refused:
@@ -102,7 +105,7 @@ class Expansion:
             if prepared and room < math.inf and least_bytes(prepared, e) > room:
                 found.count(self._past(room), len(left))
                 continue
-            self._place(stages, left, LeastMemory(prepared, setting, found.states, self.tight))
+            self._place(stages, left, LeastMemory(prepared, setting, found.states, self.fixed, self.tight))
 
     def _split(self, stages: Set) -> tuple[Experiment, list[Technique], str]:
         """The experiment with these stages, and why it is refused."""
@@ -127,9 +130,14 @@ class Expansion:
         return "missed" if room == self.q.slo.get("peak_bytes") else "bounded"
 
     def _only_too_slow(self, timed: Quick) -> bool:
-        """Whether a plan breaks limits on the very time by which plans are ranked: what takes longer misses by more."""
-        by_time = self.q.training and self.q.goal in ("throughput", "latency")
+        """Whether a plan breaks no other limits than those of time: what takes longer misses by more."""
+        by_time = self.q.training and self.by_time
         return by_time and not self.q.misses(timed.metrics, but=("step_time_s", "tokens_per_s"))
+
+    def _doubt(self, techniques: Iterable[Technique]) -> float:
+        """By what factor ranks are worse than times at least. What misses a limit on time bounds by its time alone: a
+        faster plan may keep it, however many techniques of it are not proven."""
+        return 1.0 if self.by_time else doubt(self.base.task, techniques)
 
     def _without_known(self, placements: list[Set], setting: tuple[Hashable, ...]) -> list[Set]:
         """The placements but for those that other micro-batches and recomputation have ruled out."""
@@ -149,7 +157,7 @@ class Expansion:
         floor = self.least_seconds  # of any of them
         if prepared and (pipe := prepared.pipeline):
             floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
-        doubtful = self.doubt * doubt(self.base.task, stages)
+        doubtful = self.doubt * self._doubt(stages)
         fits, least = False, 0  # more techniques than these offload only where nothing fits
         for done, placement in enumerate(placements):
             if floor > self.longest or (floor * doubtful > SLACK * found.fastest and not self.everything):
@@ -159,7 +167,7 @@ class Expansion:
                 found.count("dominated", len(placements) - done)
                 return
             seconds = self._least_with(memory, placement, floor, weight)
-            rank = seconds * doubtful * doubt(self.base.task, placement)
+            rank = seconds * doubtful * self._doubt(placement)
             if seconds > self.longest or (rank > SLACK * found.fastest and not self.everything):
                 found.count("missed" if seconds > self.longest else "bounded", 1)
                 continue
@@ -189,7 +197,8 @@ class Expansion:
                 fits = True  # what misses another limit from the device's memory misses it by more from elsewhere
             if judged:
                 away = offloads(placement)
-                if not fits and (not away or q.workload.kind != "generate"):  # generations differ in what they offload
+                # Of plans that offload, only in serving those that offload less are faster.
+                if not fits and (not away or q.workload.kind == "serve"):
                     fits, least = True, away
                 found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
                 if q.training:

@@ -42,6 +42,8 @@ class LeastMemory:
     """All that decides the memory of states but for the placement: mesh, parameters, split, accumulation."""
     states: dict[Hashable, States]
     """What is known from predictions, by setting and placement."""
+    fixed: Set = ()
+    """Techniques of every plan, some of which may move activations or states, too."""
     tight: bool = False
     """Whether activations of the node's micro-batch have been too large in any prediction: only then they are worth
     computing."""
@@ -54,17 +56,17 @@ class LeastMemory:
         """Take in a prediction."""
         self.predicted = True
         self.tight |= not timed.fits and timed.states + timed.gradients <= timed.limit
-        moving = _moving(placement)
+        moving = self._moving(placement)
         blocked = bool(timed.blocked and not moving)
         self.states[(*self.setting, placement)] = States(timed.states, timed.gradients, blocked)
-        if timed.blocked and len(moving) == offloads(placement):
+        if timed.blocked and len(moving) == offloads((*self.fixed, *placement)):
             self.beyond_host.add(moving)
 
     def activations(self, placement: Set) -> float:
         """Least bytes of activations and temporaries at one time, where they matter."""
         if not self.tight:
             return 0.0
-        return self._moved if moves_activations(placement) else self._here
+        return self._moved if moves_activations((*self.fixed, *placement)) else self._here
 
     def exceeds(self, room: float, placement: Set, compute: bool) -> bool:
         """Whether a placement needs more than ``room`` bytes, by its states and gradients or by activations alone once
@@ -77,7 +79,7 @@ class LeastMemory:
         activations = self.activations(placement)
         if activations > room or not compute:
             return activations > room
-        moving = _moving(placement)
+        moving = self._moving(placement)
         resting = self.states.get((*self.setting, tuple(t for t in placement if t not in moving)))
         if moving in self.beyond_host or (resting and resting.blocked):
             return True
@@ -95,6 +97,5 @@ class LeastMemory:
     def _accumulates(self) -> bool:
         return self.graph is not None and accumulates(self.graph)
 
-
-def _moving(placement: Set) -> Set:
-    return tuple(t for t in placement if t.phase == "offload" and "activations" in t.parts)
+    def _moving(self, placement: Set) -> Set:
+        return tuple(t for t in (*self.fixed, *placement) if t.phase == "offload" and "activations" in t.parts)

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -108,18 +108,23 @@ def in_processes(
     run: Callable[[list[list[Shape]], int], Any], shapes: list[Shape], workers: int, say: Callable[[int, int], None]
 ) -> list[Any]:
     """What ``run`` finds in each of ``workers`` processes: it gets the shapes of all, and which of them are its own.
-    Where the system kills one, all is done here."""
+    Where the system kills one, all is done here; where one fails, the others end early."""
     fork, parts = get_context("fork"), divide(shapes, workers)
     size = len(shapes) * len(MICRO_BATCHES)
     counts, bounds = fork.Array("q", 2), fork.RawArray("d", size)
     bounds[:] = [math.nan] * size
-    shared = fork.Value("d", math.inf), counts, fork.Array("b", size), bounds
+    taken = fork.Array("b", size)
+    shared = fork.Value("d", math.inf), counts, taken, bounds
     with ProcessPoolExecutor(workers, fork, _share, shared) as pool:
         jobs = [pool.submit(run, parts, i) for i in range(workers)]
-        left = True
-        while left:
-            left = bool(wait(jobs, _LOOK).not_done)
-            say(*counts.get_obj())  # without the lock, which a worker that was killed may have
+        try:
+            left = True
+            while left:
+                done, others = wait(jobs, _LOOK, FIRST_EXCEPTION)
+                left = bool(others) and not any(job.exception() for job in done)
+                say(*counts.get_obj())  # without the lock, which a worker that was killed may have
+        finally:  # others would wait for the nodes of one that has failed, and go on after Ctrl-C
+            taken.get_obj()[:] = [1] * size
     if any(isinstance(job.exception(), BrokenProcessPool) for job in jobs):
         return [run([shapes], 0)]
     return [job.result() for job in jobs]
