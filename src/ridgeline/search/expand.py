@@ -159,6 +159,7 @@ class Expansion:
             floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
         doubtful = self.doubt * self._doubt(stages)
         fits, least = False, 0  # more techniques than these offload only where nothing fits
+        enough: list[frozenset[Technique]] = []  # to keep all limits: what moves more only takes longer
         for done, placement in enumerate(placements):
             if floor > self.longest or (floor * doubtful > SLACK * found.fastest and not self.everything):
                 found.count("missed" if floor > self.longest else "bounded", len(placements) - done)
@@ -166,6 +167,9 @@ class Expansion:
             if fits and offloads(placement) > least and not self.everything:
                 found.count("dominated", len(placements) - done)
                 return
+            if any(less < set(placement) for less in enough) and not self.everything:
+                found.count("dominated", 1)
+                continue
             seconds = self._least_with(memory, placement, floor, weight)
             rank = seconds * doubtful * self._doubt(placement)
             if seconds > self.longest or (rank > SLACK * found.fastest and not self.everything):
@@ -203,6 +207,7 @@ class Expansion:
                 found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
                 if q.training:
                     found.faster(judged.weighed(q))
+                    enough += [frozenset(placement)] if away else []
 
     def _least_with(self, memory: LeastMemory, placement: Set, floor: float, weight: float) -> float:
         """Least weighed seconds of a step whose computation takes ``floor``: with what other micro-batches have shown
