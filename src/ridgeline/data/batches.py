@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +67,11 @@ class Tokens:
     def end(self) -> int:
         """Id of the end-of-text token."""
         return self.tokenizer.token_to_id(END) or 0
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the token ids."""
+        return hashlib.sha256(np.ascontiguousarray(self.ids)).hexdigest()[:16]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
@@ -157,6 +163,11 @@ class TextBatches:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the token ids."""
         return self.tokens.tokenizer
+
+    @property
+    def digest(self) -> str:
+        """A hash of the token ids."""
+        return self.tokens.digest
 
     @property
     def windows(self) -> int:

@@ -85,7 +85,8 @@ def described(trainer: Trainer, losses: list[float]) -> dict[str, Any]:
     experiment = trainer.experiment.canonical()
     experiment["workload"]["batch_size"] = trainer.experiment.batch_size
     states = {name: kept.state_dict() for name, kept in trainer.run.hooks.states.items()}
-    return {"step": trainer.steps_done, "losses": losses, "experiment": experiment, "states": states}
+    return {"step": trainer.steps_done, "losses": losses, "experiment": experiment, "data": trainer.data_digest,
+            "states": states}  # fmt: skip
 
 
 def tidy(folder: Path) -> None:
@@ -131,13 +132,18 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
         other = differences(state["experiment"], trainer)
         step, losses, files = int(state["step"]), [float(x) for x in state["losses"]], dict(state["files"])
-        states = dict(state.get("states", {}))
+        states, data = dict(state.get("states", {})), state.get("data", trainer.data_digest)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{newest}/state.json is damaged: {type(e).__name__}: {e}", fix) from None
     if other:
         raise UserError(
             f"{newest} belongs to another experiment (different: {', '.join(other)})",
             "give another --out, or remove the old checkpoint",
+        )
+    if data != trainer.data_digest:
+        raise UserError(
+            f"data {trainer.workload.data!r} is not what {newest} was trained on: text, template or tokenizer has changed",
+            "restore it, or give another --out or --no-resume to begin anew",
         )
     for name, checksum in files.items():
         if not (newest / name).is_file():
