@@ -95,7 +95,8 @@ def test_a_run_from_the_start_replaces_what_was_there(corpus, tmp_path):
     ("change", "named"),
     [
         ({"lr": 0.5}, "workload.lr"), ({"seed": 1}, "workload.seed"), ({"plan": ("lora",)}, "plan"),
-        ({"plan": ("lion",)}, "plan"), ({"plan": ("adamw8bit",)}, "plan"), ({"plan": ("cramming:tokens=4096",)}, "plan"),
+        ({"plan": ("lion",)}, "plan"), ({"plan": ("adamw8bit",)}, "plan"),
+        ({"plan": ("cramming:tokens=4096",)}, "plan"),
     ],
 )  # fmt: skip
 def test_another_experiments_checkpoint_is_refused(change, named, corpus, tmp_path):
@@ -115,7 +116,7 @@ def test_a_checkpoint_of_other_data_under_the_same_name_is_refused(corpus, tmp_p
     run(experiment(text), tmp_path / "out", 1)
     assert resume(make_trainer(experiment(text)), tmp_path / "out")
     text.write_text(text.read_text()[::-1])
-    with pytest.raises(UserError, match="text.txt' is not what .*step-000001 was trained on"):
+    with pytest.raises(UserError, match=r"text\.txt' is not what .*step-000001 was trained on"):
         resume(make_trainer(experiment(text)), tmp_path / "out")
 
 
