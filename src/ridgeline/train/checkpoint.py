@@ -142,8 +142,8 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
         )
     if data != trainer.data_digest:
         raise UserError(
-            f"data {trainer.workload.data!r} is not what {newest} was trained on: the text, the template or the tokenizer"
-            " has changed", "restore it, or give another --out or --no-resume to begin anew",
+            f"data {trainer.workload.data!r} is not what {newest} was trained on: the text, the template or the"
+            " tokenizer has changed", "restore it, or give another --out or --no-resume to begin anew",
         )  # fmt: skip
     for name, checksum in files.items():
         if not (newest / name).is_file():

@@ -91,7 +91,7 @@ def global_batches(e: Experiment, rank: int, world: int) -> AnyBatches:
         )
     if rank > 0:
         dist.barrier()
-    tokens = load_tokens(w.data, m.vocab_size, w.tokenizer or own_tokenizer(w.checkpoint))
+    tokens = load_tokens(w.data, m.vocab_size, w.tokenizer or own_tokenizer(w.checkpoint), whole=True)
     if rank == 0 and world > 1:
         dist.barrier()
     length = w.seq_len * (2 if m.is_encoder_decoder else 1)
