@@ -140,11 +140,12 @@ def _groups(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
 
 
 def _pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """Parts of a document, cut behind lines where it is longer than :data:`MAX_BYTES`, and whether it is the last."""
-    begin = 0
-    while len(text) - begin > MAX_BYTES:
-        line = text.rfind("\n", begin, begin + MAX_BYTES) + 1
-        cut = line if line > begin else begin + MAX_BYTES
+    """Parts of a document, and whether it is the last: cut behind lines where it is longer than :data:`MAX_BYTES`, into
+    several of that length, which the tokenizer's threads share."""
+    begin, most = 0, MAX_BYTES if len(text) <= MAX_BYTES else MAX_BYTES // 16
+    while len(text) - begin > most:
+        line = text.rfind("\n", begin, begin + most) + 1
+        cut = line if line > begin else begin + most
         yield text[begin:cut], False
         begin = cut
     yield text[begin:], True
