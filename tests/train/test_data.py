@@ -139,6 +139,14 @@ def test_tokens_are_cached_by_content(tmp_path):
     assert not list(cache_dir().rglob("*.new"))
 
 
+def test_text_is_read_where_nothing_can_be_cached(tmp_path, monkeypatch):
+    file = write_corpus(tmp_path / "text.txt", lines=60)
+    cached = load_tokens(str(file), 300)
+    (tmp_path / "taken").touch()  # no directory can be made below a file, whoever asks
+    monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path / "taken"))
+    assert np.array_equal(load_tokens(str(file), 300).ids, cached.ids)
+
+
 def test_a_tokenizer_that_changed_in_its_place_is_not_served_from_the_cache(tmp_path):
     file, vocabulary = write_corpus(tmp_path / "text.txt", lines=60), tmp_path / "tokenizer.json"
     train_tokenizer([file.read_text()], 280).save(str(vocabulary))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -170,13 +171,14 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whol
             f"the tokenizer has {trained.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"
         )
     ids = _encoded(texts, trained)
-    folder.mkdir(parents=True, exist_ok=True)
-    mine = f".{os.getpid()}.new"  # other ranks and runs may be writing the same
-    trained.save(f"{vocabulary}{mine}")
-    os.replace(f"{vocabulary}{mine}", vocabulary)
-    with open(f"{array}{mine}", "wb") as f:
-        np.save(f, ids)
-    os.replace(f"{array}{mine}", array)
+    with contextlib.suppress(OSError):  # a read-only or full disk: tokenized again next time
+        folder.mkdir(parents=True, exist_ok=True)
+        mine = f".{os.getpid()}.new"  # other ranks and runs may be writing the same
+        Path(f"{vocabulary}{mine}").write_text(trained.to_str(pretty=True), encoding="utf-8")
+        os.replace(f"{vocabulary}{mine}", vocabulary)
+        with open(f"{array}{mine}", "wb") as f:
+            np.save(f, ids)
+        os.replace(f"{array}{mine}", array)
     return Tokens(ids, trained, source)
 
 
