@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -118,6 +119,23 @@ def test_a_checkpoint_of_other_data_under_the_same_name_is_refused(corpus, tmp_p
     text.write_text(text.read_text()[::-1])
     with pytest.raises(UserError, match=r"text\.txt' is not what .*step-000001 was trained on"):
         resume(make_trainer(experiment(text)), tmp_path / "out")
+
+
+def test_a_checkpoint_that_has_no_room_is_one_message_and_leaves_the_one_before(corpus, tmp_path):
+    e = experiment(corpus)
+    losses, _ = run(e, tmp_path, 1)
+    trainer = make_trainer(e)
+    before = resume(trainer, tmp_path)
+    trainer.step()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot be written to .* MB are free") as error:
+            save(trainer, tmp_path, [*losses, 1.0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "make room" in error.value.fix
+    assert resume(make_trainer(e), tmp_path) == before == losses
 
 
 def _truncate(place):

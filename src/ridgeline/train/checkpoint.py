@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
@@ -164,13 +165,21 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
 
 def save_tensors(trainer: Trainer, folder: Path, apart: bool = False) -> None:
     """Write the tensors of model and optimizer, each rank its part; they must be resident. ``apart``: every tensor in a
-    file of its own."""
+    file of its own. Raises :class:`UserError` where they cannot be written, as on a full disk."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     tensors, _ = _state(trainer)
     writer = FileSystemWriter(str(folder), single_file_per_rank=not apart)
-    _quietly(lambda: dcp.save(tensors, storage_writer=writer, no_dist=trainer.world == 1))  # type: ignore[attr-defined]
+    try:
+        _quietly(lambda: dcp.save(tensors, storage_writer=writer, no_dist=trainer.world == 1))  # type: ignore[attr-defined]
+    except CheckpointException as e:
+        causes = [cause for cause, _ in e.failures.values()]
+        free = shutil.disk_usage(folder).free / 1e6
+        raise UserError(
+            f"a checkpoint cannot be written to {folder.parent}, where {free:.0f} MB are free: {causes[0]}",
+            "make room; the same command goes on from the checkpoint before, if there is one",
+        ) from e
 
 
 def write_later(trainer: Trainer, folder: Path, stager: AsyncStager, group: dist.ProcessGroup | None) -> Future[Any]:
