@@ -42,10 +42,20 @@ class Place(NamedTuple):
 
 
 def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
-    """Write ``folder/step-N`` from all ranks; older checkpoints of the folder are removed afterwards."""
+    """Write ``folder/step-N`` from all ranks; older checkpoints of the folder are removed afterwards.
+
+    Raises :class:`UserError` where it cannot be written, as on a full disk.
+    """
     place = begin(trainer, folder)
     with trainer.run.hooks.resident(False):
-        save_tensors(trainer, place.draft)
+        try:
+            save_tensors(trainer, place.draft)
+        except CheckpointException as e:  # raised on all ranks
+            cause = next(cause for cause, _ in e.failures.values())
+            raise UserError(
+                f"a checkpoint cannot be written to {folder}, where {shutil.disk_usage(folder).free / 1e6:.0f} MB are"
+                f" free: {cause}", "make room; the same command goes on from the checkpoint before, if there is one",
+            ) from e  # fmt: skip
     _barrier()
     if trainer.rank == 0:
         complete(place, described(trainer, losses))
@@ -165,21 +175,13 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
 
 def save_tensors(trainer: Trainer, folder: Path, apart: bool = False) -> None:
     """Write the tensors of model and optimizer, each rank its part; they must be resident. ``apart``: every tensor in a
-    file of its own. Raises :class:`UserError` where they cannot be written, as on a full disk."""
+    file of its own."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     tensors, _ = _state(trainer)
     writer = FileSystemWriter(str(folder), single_file_per_rank=not apart)
-    try:
-        _quietly(lambda: dcp.save(tensors, storage_writer=writer, no_dist=trainer.world == 1))  # type: ignore[attr-defined]
-    except CheckpointException as e:
-        causes = [cause for cause, _ in e.failures.values()]
-        free = shutil.disk_usage(folder).free / 1e6
-        raise UserError(
-            f"a checkpoint cannot be written to {folder.parent}, where {free:.0f} MB are free: {causes[0]}",
-            "make room; the same command goes on from the checkpoint before, if there is one",
-        ) from e
+    _quietly(lambda: dcp.save(tensors, storage_writer=writer, no_dist=trainer.world == 1))  # type: ignore[attr-defined]
 
 
 def write_later(trainer: Trainer, folder: Path, stager: AsyncStager, group: dist.ProcessGroup | None) -> Future[Any]:
