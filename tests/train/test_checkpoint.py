@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -93,8 +94,12 @@ def test_a_run_from_the_start_replaces_what_was_there(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"lr": 0.5}, "workload.lr"), ({"seed": 1}, "workload.seed"), ({"plan": ("lora",)}, "plan")],
-)
+    [
+        ({"lr": 0.5}, "workload.lr"), ({"seed": 1}, "workload.seed"), ({"plan": ("lora",)}, "plan"),
+        ({"plan": ("lion",)}, "plan"), ({"plan": ("adamw8bit",)}, "plan"),
+        ({"plan": ("cramming:tokens=4096",)}, "plan"),
+    ],
+)  # fmt: skip
 def test_another_experiments_checkpoint_is_refused(change, named, corpus, tmp_path):
     run(experiment(corpus), tmp_path, 1)
     other = make_trainer(experiment(corpus, *change.pop("plan", ()), **change))
@@ -104,6 +109,33 @@ def test_another_experiments_checkpoint_is_refused(change, named, corpus, tmp_pa
     assert "--out" in error.value.fix
     assert all(torch.equal(t, before[n]) for n, t in state(other).items())
     assert other.steps_done == 0
+
+
+def test_a_checkpoint_of_other_data_under_the_same_name_is_refused(corpus, tmp_path):
+    text = tmp_path / "text.txt"
+    shutil.copy(corpus, text)
+    run(experiment(text), tmp_path / "out", 1)
+    assert resume(make_trainer(experiment(text)), tmp_path / "out")
+    text.write_text(text.read_text()[::-1])
+    with pytest.raises(UserError, match=r"text\.txt' is not what .*step-000001 was trained on"):
+        resume(make_trainer(experiment(text)), tmp_path / "out")
+
+
+def test_a_checkpoint_that_has_no_room_is_one_message_and_leaves_the_one_before(corpus, tmp_path):
+    e = experiment(corpus)
+    losses, _ = run(e, tmp_path, 1)
+    trainer = make_trainer(e)
+    before = resume(trainer, tmp_path)
+    trainer.step()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot be written to .* MB are free") as error:
+            save(trainer, tmp_path, [*losses, 1.0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "make room" in error.value.fix
+    assert resume(make_trainer(e), tmp_path) == before == losses
 
 
 def _truncate(place):

@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.training import write_corpus
+from tests.training import MODEL, experiment, write_corpus
 from tests.world import world
 
+from ridgeline.data import batches as data_batches
 from ridgeline.data.batches import END, IGNORE, MASK, TextBatches, load_tokens, train_tokenizer
 from ridgeline.data.text import PARTS, documents
 from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
+from ridgeline.train.trainer import global_batches
 
 
 @pytest.fixture
@@ -106,6 +108,19 @@ def test_documents_are_separated_by_the_end_token(tmp_path):
     assert tokens.ids[-1] == tokens.end == tokens.tokenizer.token_to_id(END)
 
 
+def test_training_reads_a_file_to_its_end(tmp_path, monkeypatch):
+    """Not only its first characters, of which a vocabulary is made; pieces at a time."""
+    file = write_corpus(tmp_path / "text.txt", lines=300)
+    monkeypatch.setattr(data_batches, "MAX_BYTES", 1000)
+    e = experiment(file, seq_len=16, batch_size=2)
+    batches = global_batches(e, 0, 1)
+    text = file.read_text()
+    assert len(text) > 5000
+    assert batches.tokenizer.decode(batches.tokens.ids[:-1].tolist()) == text
+    assert (batches.tokens.ids == batches.tokens.end).sum() == 1
+    assert len(load_tokens(str(file), MODEL.vocab_size).ids) < len(batches.tokens.ids) / 2
+
+
 def test_tokens_are_cached_by_content(tmp_path):
     file = write_corpus(tmp_path / "text.txt", lines=60)
     first = load_tokens(str(file), 300)
@@ -122,6 +137,14 @@ def test_tokens_are_cached_by_content(tmp_path):
     load_tokens(str(file), 320)
     assert len(list(cache_dir().rglob("ids.npy"))) == 3
     assert not list(cache_dir().rglob("*.new"))
+
+
+def test_text_is_read_where_nothing_can_be_cached(tmp_path, monkeypatch):
+    file = write_corpus(tmp_path / "text.txt", lines=60)
+    cached = load_tokens(str(file), 300)
+    (tmp_path / "taken").touch()  # no directory can be made below a file, whoever asks
+    monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path / "taken"))
+    assert np.array_equal(load_tokens(str(file), 300).ids, cached.ids)
 
 
 def test_a_tokenizer_that_changed_in_its_place_is_not_served_from_the_cache(tmp_path):

@@ -190,12 +190,12 @@ def test_interrupted_training_says_how_it_goes_on(checkpoint, says, capsys):
     assert "interrupted" not in capsys.readouterr().out
 
 
-def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(file, tmp_path):
+def test_ctrl_c_or_sigterm_finishes_the_step_saves_and_the_same_command_goes_on(file, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "ridgeline", "train", str(file), "workload.steps=1000000", "--out", str(out),
                "--save-every", "10", "--json"]  # fmt: skip
 
-    def interrupted(after: int, *more: str) -> dict:
+    def interrupted(by: signal.Signals, after: int, *more: str) -> dict:
         # A test run in the background of a shell inherits an ignored SIGINT; a user's terminal does not ignore it.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -209,17 +209,17 @@ def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(file, tmp_p
         except AssertionError:  # or its ranks would be those of the tests that follow
             process.kill()
             raise
-        process.send_signal(signal.SIGINT)
+        process.send_signal(by)
         said, errors = process.communicate(timeout=300)
         assert process.returncode == 130, errors
         assert "Traceback" not in errors
         return json.loads(said)
 
-    first = interrupted(0)
+    first = interrupted(signal.SIGINT, 0)
     assert first["stopped"]
     assert [p.name for p in out.iterdir()] == [Path(first["checkpoint"]).name]
     assert len(first["losses"]) == first["step"]
-    second = interrupted(first["step"], "--async-save")
+    second = interrupted(signal.SIGTERM, first["step"], "--async-save")
     assert [p.name for p in out.iterdir()] == [Path(second["checkpoint"]).name]
     assert second["step"] > first["step"]
     assert second["losses"][: first["step"]] == first["losses"]

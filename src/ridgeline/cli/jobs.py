@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -27,17 +30,29 @@ def run_training(
     e: Experiment, options: TrainOptions, title: str, start: Launch | None = None, restarts: int = 0
 ) -> dict[str, Any]:
     """The result of a training job in processes of its own, under a progress bar. ``start``: what launches them, None:
-    this machine."""
+    this machine. SIGTERM, with which schedulers end a job, does what Ctrl-C does."""
     from ridgeline.jobs.job import train_job
     from ridgeline.jobs.launch import JobFailed, run_job
     from ridgeline.jobs.restart import run_with_restarts
     from ridgeline.report.console import StepBar
 
-    with StepBar(title, e.training.steps) as bar:
+    with StepBar(title, e.training.steps) as bar, _sigterm_as_ctrl_c():
         try:
             return run_with_restarts(start or run_job, train_job(e, options), bar.message, restarts)
         except JobFailed as failure:
             raise failed(failure) from None
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def failed(failure: JobFailed) -> Exception:

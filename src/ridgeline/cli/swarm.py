@@ -264,7 +264,7 @@ def tune(
     require_writable("--out", file=out)
     ends = load_ends(checkpoint)
     spec = ends.spec
-    text = load_tokens(data, spec.vocab_size, own_tokenizer(str(checkpoint)))
+    text = load_tokens(data, spec.vocab_size, own_tokenizer(str(checkpoint)), whole=True)
     batches = TextBatches(text, seq_len, batch_size, spec.vocab_size, True, seed, False, 0)
     client = _client(checkpoint, join, fleet_secret_file, wire, "", None, _tls(tls_cert, tls_key, tls_ca))
     try:

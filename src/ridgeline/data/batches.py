@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +16,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from ridgeline.data.text import documents
+from ridgeline.data.text import documents, paths_of
 from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
@@ -21,7 +24,7 @@ from ridgeline.spec.errors import UserError
 END, MASK = "<|endoftext|>", "<|mask|>"
 IGNORE = -100
 MAX_BYTES = 4_000_000
-"""Bytes of text read from one source: enough for short measured runs, tokenized in seconds."""
+"""Characters of text read from one source where a part of it is enough, tokenized in seconds."""
 
 
 class Batch(NamedTuple):
@@ -41,13 +44,14 @@ class Batch(NamedTuple):
     """[batch, source] bool: which of them are no padding; None: all."""
 
 
-def _sample(source: str, limit: int = MAX_BYTES) -> list[str]:
+def _sample(source: str, limit: int | None) -> list[str]:
+    """Documents of a source, the last cut where ``limit`` characters are reached; None: all."""
     texts: list[str] = []
     size = 0
     for text in documents(source):
-        texts.append(text[: limit - size])
+        texts.append(text if limit is None else text[: limit - size])
         size += len(text)
-        if size >= limit:
+        if limit is not None and size >= limit:
             break
     if size < 1000:
         raise UserError(f"data {source!r} holds only {size} characters of text", "give a larger file or directory")
@@ -66,6 +70,11 @@ class Tokens:
     def end(self) -> int:
         """Id of the end-of-text token."""
         return self.tokenizer.token_to_id(END) or 0
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the token ids."""
+        return hashlib.sha256(np.ascontiguousarray(self.ids).data).hexdigest()[:16]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
@@ -95,15 +104,58 @@ def own_tokenizer(checkpoint: str | None) -> str | None:
 
 def token_ids(source: str, limit: int, tokenizer: Tokenizer) -> np.ndarray:
     """Tokens (int32) of up to ``limit`` bytes of a source, each document followed by the end token."""
+    return _encoded(_sample(source, limit), tokenizer)
+
+
+def _first(texts: list[str], limit: int) -> Iterator[str]:
+    for text in texts:
+        if limit <= 0:
+            return
+        yield text[:limit]
+        limit -= len(text)
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
+    """Token ids (int32) of documents, each followed by the end token, in pieces: what the tokenizer returns of a text
+    takes a hundred times its memory."""
     end = tokenizer.token_to_id(END)
-    tail = [] if end is None else [end]
-    flat = [i for encoded in tokenizer.encode_batch(_sample(source, limit)) for i in (*encoded.ids, *tail)]
-    return np.asarray(flat, dtype=np.int32)
+    tail = np.asarray([] if end is None else [end], dtype=np.int32)
+    found = [tail[:0]]
+    for group in _groups(piece for text in texts for piece in _pieces(text)):
+        for encoded, (_, last) in zip(tokenizer.encode_batch([text for text, _ in group]), group, strict=True):
+            found += [np.asarray(encoded.ids, dtype=np.int32), *([tail] if last else [])]
+    return np.concatenate(found)
 
 
-def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> Tokens:
-    """Tokenize a source, training a byte-level BPE when no tokenizer is given. Cached by content."""
-    texts = _sample(source)
+def _groups(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    """Consecutive pieces, each time as many as have :data:`MAX_BYTES` characters."""
+    group: list[tuple[str, bool]] = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece[0])
+        if size >= MAX_BYTES:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """Parts of a document, and whether it is the last: cut behind lines where it is longer than :data:`MAX_BYTES`, into
+    several of that length, which the tokenizer's threads share."""
+    begin, most = 0, MAX_BYTES if len(text) <= MAX_BYTES else MAX_BYTES // 16
+    while len(text) - begin > most:
+        line = text.rfind("\n", begin, begin + most) + 1
+        cut = line if line > begin else begin + most
+        yield text[begin:cut], False
+        begin = cut
+    yield text[begin:], True
+
+
+def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whole: bool = False) -> Tokens:
+    """Tokenize a source, training a byte-level BPE on its first :data:`MAX_BYTES` when no tokenizer is given. Cached by
+    content. ``whole``: files and directories to their end, not only these first characters."""
+    texts = _sample(source, None if whole and paths_of(source) else MAX_BYTES)
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode("utf-8", "replace"))
@@ -113,25 +165,20 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> T
     array, vocabulary = folder / "ids.npy", folder / "tokenizer.json"
     if array.is_file() and vocabulary.is_file():
         return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source)
-    trained = given or train_tokenizer(texts, vocab_size)
+    trained = given or train_tokenizer(list(_first(texts, MAX_BYTES)), vocab_size)
     if trained.get_vocab_size() > vocab_size:
         raise UserError(
             f"the tokenizer has {trained.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"
         )
-    end = trained.token_to_id(END)
-    flat: list[int] = []
-    for encoded in trained.encode_batch(texts):
-        flat.extend(encoded.ids)
-        if end is not None:
-            flat.append(end)
-    ids = np.asarray(flat, dtype=np.int32)
-    folder.mkdir(parents=True, exist_ok=True)
-    mine = f".{os.getpid()}.new"  # other ranks and runs may be writing the same
-    trained.save(f"{vocabulary}{mine}")
-    os.replace(f"{vocabulary}{mine}", vocabulary)
-    with open(f"{array}{mine}", "wb") as f:
-        np.save(f, ids)
-    os.replace(f"{array}{mine}", array)
+    ids = _encoded(texts, trained)
+    with contextlib.suppress(OSError):  # a read-only or full disk: tokenized again next time
+        folder.mkdir(parents=True, exist_ok=True)
+        mine = f".{os.getpid()}.new"  # other ranks and runs may be writing the same
+        Path(f"{vocabulary}{mine}").write_text(trained.to_str(pretty=True), encoding="utf-8")
+        os.replace(f"{vocabulary}{mine}", vocabulary)
+        with open(f"{array}{mine}", "wb") as f:
+            np.save(f, ids)
+        os.replace(f"{array}{mine}", array)
     return Tokens(ids, trained, source)
 
 
@@ -157,6 +204,11 @@ class TextBatches:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the token ids."""
         return self.tokens.tokenizer
+
+    @property
+    def digest(self) -> str:
+        """A hash of the token ids."""
+        return self.tokens.digest
 
     @property
     def windows(self) -> int:

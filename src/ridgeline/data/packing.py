@@ -5,6 +5,7 @@ The order depends on the seed and the step alone, so any step can be resumed exa
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +47,15 @@ class Instructions:
     """Number of examples longer than a row, which were truncated."""
     dropped: int = 0
     """Number of examples whose answer starts beyond the end of a row."""
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the examples: their token ids, and which of them are learned."""
+        found = hashlib.sha256()
+        for e in self.examples:
+            for part in (np.int64(len(e.ids)), e.ids, e.learned):
+                found.update(np.ascontiguousarray(part).tobytes())
+        return found.hexdigest()[:16]
 
 
 def load_instructions(w: FineTune, vocab_size: int, whole: bool = False) -> Instructions:
@@ -142,6 +152,11 @@ class InstructionBatches:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the token ids."""
         return self.data.tokenizer
+
+    @property
+    def digest(self) -> str:
+        """A hash of the examples."""
+        return self.data.digest
 
     @cached_property
     def split(self) -> tuple[list[list[int]], list[list[int]]]:

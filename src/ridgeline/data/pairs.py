@@ -35,6 +35,11 @@ class HalvedBatches:
         return self.inner.tokenizer
 
     @property
+    def digest(self) -> str:
+        """A hash of the token ids."""
+        return self.inner.digest
+
+    @property
     def batch_size(self) -> int:
         """Rows of a batch."""
         return self.inner.batch_size
@@ -70,6 +75,11 @@ class PairBatches:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the token ids."""
         return self.data.tokenizer
+
+    @property
+    def digest(self) -> str:
+        """A hash of the examples."""
+        return self.data.digest
 
     @property
     def _held_out(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import inspect
 import json
@@ -93,10 +94,13 @@ def _part_of_stdlib(source: str) -> Iterator[str]:
     kept = cache_dir() / "text" / f"{source}-{platform.python_version()}.json"
     if not kept.is_file():
         texts = [t for text in documents("stdlib") if (t := _prose(text) if source == PARTS[0] else _code(text))]
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_name(f".{kept.name}.{os.getpid()}.new")
-        draft.write_text(json.dumps(texts), encoding="utf-8")
-        os.replace(draft, kept)
+        with contextlib.suppress(OSError):  # a read-only or full disk: made again next time
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            draft = kept.with_name(f".{kept.name}.{os.getpid()}.new")
+            draft.write_text(json.dumps(texts), encoding="utf-8")
+            os.replace(draft, kept)
+        yield from texts
+        return
     yield from json.loads(kept.read_text(encoding="utf-8"))
 
 

@@ -207,8 +207,10 @@ class Technique(BaseModel):
         return True
 
     def stored(self) -> dict[str, Any]:
-        """Options that affect what a checkpoint contains; a run may be resumed with any others changed."""
-        return self.model_dump(mode="json") if self.phase == "adapt" else {}
+        """Options that affect what a checkpoint contains or what the run trains: its optimizer, batches and schedule. A
+        run may be resumed with any others changed."""
+        trains = self.phase in ("adapt", "optimizer") or (self.phase == "loop" and not self.card.lossless)
+        return self.model_dump(mode="json") if trains else {}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
@@ -41,10 +42,20 @@ class Place(NamedTuple):
 
 
 def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
-    """Write ``folder/step-N`` from all ranks; older checkpoints of the folder are removed afterwards."""
+    """Write ``folder/step-N`` from all ranks; older checkpoints of the folder are removed afterwards.
+
+    Raises :class:`UserError` where it cannot be written, as on a full disk.
+    """
     place = begin(trainer, folder)
     with trainer.run.hooks.resident(False):
-        save_tensors(trainer, place.draft)
+        try:
+            save_tensors(trainer, place.draft)
+        except CheckpointException as e:  # raised on all ranks
+            cause = next(cause for cause, _ in e.failures.values())
+            raise UserError(
+                f"a checkpoint cannot be written to {folder}, where {shutil.disk_usage(folder).free / 1e6:.0f} MB are"
+                f" free: {cause}", "make room; the same command goes on from the checkpoint before, if there is one",
+            ) from e  # fmt: skip
     _barrier()
     if trainer.rank == 0:
         complete(place, described(trainer, losses))
@@ -85,7 +96,8 @@ def described(trainer: Trainer, losses: list[float]) -> dict[str, Any]:
     experiment = trainer.experiment.canonical()
     experiment["workload"]["batch_size"] = trainer.experiment.batch_size
     states = {name: kept.state_dict() for name, kept in trainer.run.hooks.states.items()}
-    return {"step": trainer.steps_done, "losses": losses, "experiment": experiment, "states": states}
+    return {"step": trainer.steps_done, "losses": losses, "experiment": experiment, "data": trainer.data_digest,
+            "states": states}  # fmt: skip
 
 
 def tidy(folder: Path) -> None:
@@ -131,7 +143,7 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
         other = differences(state["experiment"], trainer)
         step, losses, files = int(state["step"]), [float(x) for x in state["losses"]], dict(state["files"])
-        states = dict(state.get("states", {}))
+        states, data = dict(state.get("states", {})), state.get("data", trainer.data_digest)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{newest}/state.json is damaged: {type(e).__name__}: {e}", fix) from None
     if other:
@@ -139,6 +151,11 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
             f"{newest} belongs to another experiment (different: {', '.join(other)})",
             "give another --out, or remove the old checkpoint",
         )
+    if data != trainer.data_digest:
+        raise UserError(
+            f"data {trainer.workload.data!r} is not what {newest} was trained on: the text, the template or the"
+            " tokenizer has changed", "restore it, or give another --out or --no-resume to begin anew",
+        )  # fmt: skip
     for name, checksum in files.items():
         if not (newest / name).is_file():
             raise UserError(f"checkpoint {newest} is damaged: {name} is missing", fix)

@@ -91,7 +91,7 @@ def global_batches(e: Experiment, rank: int, world: int) -> AnyBatches:
         )
     if rank > 0:
         dist.barrier()
-    tokens = load_tokens(w.data, m.vocab_size, w.tokenizer or own_tokenizer(w.checkpoint))
+    tokens = load_tokens(w.data, m.vocab_size, w.tokenizer or own_tokenizer(w.checkpoint), whole=True)
     if rank == 0 and world > 1:
         dist.barrier()
     length = w.seq_len * (2 if m.is_encoder_decoder else 1)
@@ -155,6 +155,7 @@ class Trainer:
         model = whole_model(e, torch.device("meta") if lazy else self.device)
         run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
         run.data.batches = global_batches(e, self.rank, self.world)
+        self._data = run.data.batches
         run.data.tokens_of = functools.partial(token_ids, tokenizer=run.data.batches.tokenizer)
         run.data.loss_of = self.loss_of
         if self.world > 1:
@@ -162,6 +163,11 @@ class Trainer:
         assemble(run, techniques, self._fill if lazy else None)
         run.kernels.require_used()
         return run
+
+    @property
+    def data_digest(self) -> str:
+        """A hash of the tokens that the workload's data are."""
+        return self._data.digest
 
     def _fill(self, run: TrainBuild) -> None:
         """Allocate parameters that are shapes only, with the values of this rank's part."""

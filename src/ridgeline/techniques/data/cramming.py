@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -65,6 +65,11 @@ class Cramming(Technique):
     def choices(cls, e: Experiment) -> list[Technique]:
         """None: a budget is the user's decision."""
         return []
+
+    def stored(self) -> dict[str, Any]:
+        """All but the budget, which may be extended."""
+        budget = ("minutes", "joules", "tokens", "watts")
+        return {k: v for k, v in super().stored().items() if k not in budget}
 
     @property
     def grows(self) -> bool:
