@@ -91,12 +91,13 @@ class Expansion:
                 found.refuse(refused, len(self.space.placements))
                 continue
             parallel = self.q.training and e.gradient_ranks > 1
-            for reason, n in apart.items():
+            kept, more = beside(stages, possible)
+            for reason, n in (apart + more).items():
                 found.refuse(reason, n)
-            placements = [p for p in possible if not self.q.training or (fixed or splits_batch(p)) == parallel]
-            if len(placements) < len(possible):
+            placements = [p for p in kept if not self.q.training or (fixed or splits_batch(p)) == parallel]
+            if len(placements) < len(kept):
                 why = "placement: gradients are reduced exactly where there are several data-parallel ranks"
-                found.refuse(why, len(possible) - len(placements))
+                found.refuse(why, len(kept) - len(placements))
             # Whether micro-batches accumulate decides which gradients are sharded.
             setting = node.base, node.mesh, self.parameters, stages, self.q.training and e.accumulation > 1
             left = self._without_known(placements, setting)

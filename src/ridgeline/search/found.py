@@ -39,6 +39,7 @@ class Tried:
     """Limits it breaks."""
     excess: float = 0.0
     """By what factor it breaks the worst of them."""
+    _doubt: float = field(init=False, default=0.0)
     calls: tuple[str, ...] = field(init=False)
     """Its plan, as text."""
     names: frozenset[str] = field(init=False)
@@ -102,7 +103,9 @@ class Tried:
     @property
     def doubt(self) -> float:
         """By what factor its rank is worse than its time."""
-        return doubt(self.experiment.task, techniques_of(self.experiment.plan))
+        if not self._doubt:
+            self._doubt = doubt(self.experiment.task, techniques_of(self.experiment.plan))
+        return self._doubt
 
 
 def doubt(task: str, techniques: Iterable[Technique]) -> float:

@@ -10,7 +10,7 @@ Part = Literal[
     "fused_attention", "fused_linears", "fused_loss", "fused_norms", "loss_scale", "low_rank", "masters",
     "model_shape", "optimizer", "packed_rows", "pass_memory", "phase_pools", "products", "queue", "rank_groups",
     "recomputation", "recorded_step", "relative_updates", "replicas", "resting_weights", "sequence_parts", "shards",
-    "trainable", "weights", "whole_gradients", "zeros",
+    "stages", "trainable", "weights", "whole_gradients", "zeros",
 ]  # fmt: skip
 
 PARTS: dict[Part, str] = {
@@ -49,6 +49,7 @@ PARTS: dict[Part, str] = {
     "resting_weights": "where weights rest between uses",
     "sequence_parts": "norms and residual additions divided along the sequence",
     "shards": "parameters as shards over data-parallel ranks",
+    "stages": "which layers a rank has",
     "trainable": "which parameters train",
     "weights": "how weights are stored",
     "whole_gradients": "gradients that are kept whole through the backward pass",

@@ -289,7 +289,7 @@ def check_apart(techniques: list[Technique]) -> None:
 
 def _check_apart(techniques: list[Technique], having: dict[Part, list[Technique]]) -> None:
     for t in techniques:
-        name, conflicts, owned = t.card.name, t.card.conflicts, t.owns()
+        name, conflicts, owned = t.card.name, t.conflicts(), t.owns()
         for part in (*conflicts, *sorted(owned.difference(conflicts))):
             for other in having.get(part, ()):
                 if other is not t:

@@ -144,6 +144,10 @@ class Technique(BaseModel):
         where one was."""
         return "" if task in self.card.validated else self.card.name
 
+    def conflicts(self) -> Mapping[Part, str]:
+        """What it cannot be combined with with these options, and why."""
+        return self.card.conflicts
+
     def owns(self) -> frozenset[Part]:
         """What it alone decides with these options."""
         return self.card.owns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -71,13 +72,17 @@ class ZeroInfinity(Technique):
         return [cls(parameters="cpu", optimizer="cpu"), cls(parameters="cpu", optimizer="nvme"),
                 cls(parameters="nvme", optimizer="nvme")]  # fmt: skip
 
+    def conflicts(self) -> Mapping[Part, str]:
+        """A pipeline's stages, unless parameters stay on the device."""
+        if self.parameters == "device":
+            return super().conflicts()
+        why = (
+            "stages of {other} have no step-wide order of layers to stream parameters in (parameters=device needs none)"
+        )
+        return {**super().conflicts(), "stages": why}
+
     def check(self, e: Experiment) -> None:
         """Under data parallelism parameters can be offloaded only when they are sharded."""
-        self.needs(
-            self.parameters == "device" or "pp" not in e.parallel,
-            "a pipeline's stages have no step-wide order of layers to stream parameters in",
-            "use parameters=device, or drop pipeline",
-        )
         if self.parameters != "device":
             refuse(self, e, "replicas", "{other} keeps whole parameters on every device",
                    "use zero:stage=3, or parameters=device")  # fmt: skip

@@ -39,7 +39,7 @@ class PipelineParallel(Technique):
         claim="almost linear speed-up with the number of stages when micro-batches are many times as many",
         min_ranks=2,
         example={"degree": 2},
-        changes=frozenset({"whole_gradients"}),
+        changes=frozenset({"stages", "whole_gradients"}),
     )
     phase: ClassVar[Phase] = "split"
     captured: ClassVar[bool] = False

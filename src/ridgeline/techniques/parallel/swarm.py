@@ -34,7 +34,7 @@ class Swarm(Technique):
         runs_by="ridgeline swarm",
         min_ranks=2,
         example={"stages": 2},
-        changes=frozenset({"whole_gradients"}),
+        changes=frozenset({"stages", "whole_gradients"}),
     )
     phase: ClassVar[Phase] = "split"
 
