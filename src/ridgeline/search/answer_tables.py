@@ -141,7 +141,7 @@ def _counts(a: Answer) -> str:
     c = a.found.counts
     return (
         f"{c['considered']} candidate plans in {a.seconds:.1f} s: {c['refused']} refused by check, {c['bounded']}"
-        f" slower than {SLACK:g}x the best by their computation alone, {c['dominated']} offload where it is not needed,"
+        f" at least {SLACK:g}x slower than the best, {c['dominated']} offload where it is not needed,"
         f" {c['oversize']} too large, {c['missed']} past a limit, {c['feasible']} feasible"
     )
 
