@@ -90,8 +90,6 @@ def plan(
     cluster = catalog.cluster(on)
     fields = workload_fields(model, task, given)
     trains = task in ("pretrain", "finetune")
-    if trains:  # throughput needs one batch size for all layouts
-        fields.setdefault("batch_size", 4 * cluster.size)
     # A plan that divides the model has fewer replicas than devices, which need not divide the batch.
     e = experiments.make(spec, Cluster(device=cluster.device) if trains else cluster, fields, [])
     question = Question(

@@ -31,6 +31,9 @@ FALLS_BEHIND = 0.1
 """Share of a simulation's requests that wait at its end, from which an engine is taken not to keep up with arrivals."""
 
 
+BATCH_PER_DEVICE = 4
+"""Sequences per device of a training batch that is left open."""
+
 _TIMES = ("ttft", "tpot", "itl", "e2e")
 """What metrics of requests' times begin with."""
 
@@ -43,8 +46,10 @@ class Question:
     model: ModelSpec
     cluster: Cluster
     workload: Workload
-    """Where a serving load is left open and throughput or cost is the goal, or limited, and no time is, all requests
-    come at once: at a low rate, every engine that keeps up has the same."""
+    """Training without a batch size has :data:`BATCH_PER_DEVICE` sequences per device in every layout.
+
+    Where a serving load is left open and throughput or cost is the goal, or limited, and no time is, all requests come at
+    once: at a low rate, every engine that keeps up has the same."""
     goal: str = "throughput"
     """throughput, latency, cost or memory."""
     slo: Mapping[str, float] = field(default_factory=dict)
@@ -85,6 +90,9 @@ class Question:
         w = self.workload
         asks_for_throughput = self.goal in ("throughput", "cost") or any(name in HIGHER for name in self.slo)
         waits = self.goal == "latency" or any(name.startswith(_TIMES) for name in self.slo)
+        if isinstance(w, Training) and w.batch_size is None:  # rates of steps compare with one size for all layouts
+            sized = w.model_copy(update={"batch_size": BATCH_PER_DEVICE * self.cluster.size})
+            object.__setattr__(self, "workload", sized)
         if isinstance(w, Serve) and w.open_load and asks_for_throughput and not waits:
             burst = w.model_copy(update={"concurrency": w.requests or REQUESTS})
             object.__setattr__(self, "workload", burst)
@@ -115,8 +123,7 @@ class Question:
 
     @property
     def longest(self) -> float:
-        """Seconds of a training step above which it breaks a limit; infinite without limits on its time or rate, or
-        where the rate leaves the time open: the batch is one sequence per data-parallel rank."""
+        """Seconds of a training step above which it breaks a limit; infinite without limits on its time or rate."""
         w = self.workload
         if not isinstance(w, Training):
             return math.inf

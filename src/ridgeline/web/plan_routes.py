@@ -85,11 +85,8 @@ def question_of(request: SearchRequest) -> Question:
     trains = request.workload.get("kind", "pretrain") in ("pretrain", "finetune")
     e = experiment_of(request.model_copy(update={"plan": []}), Cluster(device=cluster.device) if trains else cluster)
     fields = {k: v for k, v in request.workload.items() if v is not None}
-    workload = e.workload
-    if e.is_training and "batch_size" not in fields:
-        workload = workload.model_copy(update={"batch_size": 4 * cluster.size})
     return Question(
-        model_of(request.model), cluster, workload, request.goal, parse_slo(request.slo), Plan.parse(request.plan),
+        model_of(request.model), cluster, e.workload, request.goal, parse_slo(request.slo), Plan.parse(request.plan),
         frozenset(request.allow), free_batch=e.task == "generate" and "batch_size" not in fields,
         free_micro_batch="micro_batch_size" not in fields,
     )  # fmt: skip
