@@ -48,8 +48,8 @@ class Question:
     workload: Workload
     """Training without a batch size has :data:`BATCH_PER_DEVICE` sequences per device in every layout.
 
-    Where a serving load is left open and throughput or cost is the goal, or limited, and no time is, all requests come at
-    once: at a low rate, every engine that keeps up has the same."""
+    Where a serving load is left open and throughput or cost is the goal, or limited, and no time is, all requests come
+    at once: at a low rate, every engine that keeps up has the same."""
     goal: str = "throughput"
     """throughput, latency, cost or memory."""
     slo: Mapping[str, float] = field(default_factory=dict)
