@@ -36,17 +36,16 @@ def test_a_job_gives_the_result_of_the_engine(corpus):
     assert not workers()
 
 
-def test_the_reason_is_that_of_the_rank_that_failed(corpus, tmp_path, monkeypatch):
-    """Rank 1 cannot write its cache; rank 0 only notices that its peer is gone."""
-    (tmp_path / "a file").write_text("")
+def test_the_reason_is_that_of_the_rank_that_failed(corpus, monkeypatch):
+    """Rank 1 has no such network; rank 0 only notices that its peer is gone."""
     whole = launch.rank_environment
 
     def environment(rank, ranks, port):
-        home = {"RIDGELINE_HOME": str(tmp_path / "a file")} if rank == 1 else {}
-        return {**whole(rank, ranks, port), **home}
+        network = {"GLOO_SOCKET_IFNAME": "nowhere"} if rank == 1 else {}
+        return {**whole(rank, ranks, port), **network}
 
     monkeypatch.setattr(launch, "rank_environment", environment)
-    with pytest.raises(JobFailed, match="NotADirectoryError") as failure:
+    with pytest.raises(JobFailed, match="nowhere") as failure:
         run_job(train_job(experiment(corpus, "zero", ranks=2), TrainOptions()), timeout=300)
     assert failure.value.status == "error"
     assert "Traceback" in failure.value.log
