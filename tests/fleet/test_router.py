@@ -440,10 +440,8 @@ def test_models_are_listed_as_the_servers_list_them():
             session.get(f"{url}/v1/models") as answer,
         ):
             listed = (await answer.json())["data"]
-            assert [(m["id"], m["object"], m["max_model_len"]) for m in listed] == [
-                ("m", "model", 512),
-                ("x", "model", 512),
-            ]
+            assert [m["id"] for m in listed] == ["m", "x"]
+            assert all((m["object"], m["max_model_len"]) == ("model", 512) for m in listed)
 
     run(test)
 

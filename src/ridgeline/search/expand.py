@@ -160,7 +160,7 @@ class Expansion:
             floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
         doubtful = self.doubt * self._doubt(stages)
         fits, least = False, 0  # more techniques than these offload only where nothing fits
-        enough: list[frozenset[Technique]] = []  # to keep all limits: what moves more only takes longer
+        enough: list[frozenset[Technique]] = []  # placements that keep all limits: to offload more only takes longer
         for done, placement in enumerate(placements):
             if floor > self.longest or (floor * doubtful > SLACK * found.fastest and not self.everything):
                 found.count("missed" if floor > self.longest else "bounded", len(placements) - done)

@@ -40,6 +40,7 @@ class Tried:
     excess: float = 0.0
     """By what factor it breaks the worst of them."""
     _doubt: float = field(init=False, default=0.0)
+    """:attr:`doubt`, once it was asked for."""
     calls: tuple[str, ...] = field(init=False)
     """Its plan, as text."""
     names: frozenset[str] = field(init=False)
@@ -60,7 +61,7 @@ class Tried:
         return self.metrics["peak_bytes"] / self.quick.limit
 
     def weighed(self, q: Question) -> float:
-        """Seconds of a training step, weighed as the goal and the rank do."""
+        """Seconds of a training step, times the goal's weight and the factor for techniques that are not proven."""
         return self.metrics["step_time_s"] * q.weight(self.experiment.cluster) * self.doubt
 
     @property
@@ -145,7 +146,7 @@ class Found:
     """Why the workload does not divide over a mesh and split in micro-batches; empty: it does."""
 
     fastest: float = math.inf
-    """Seconds of the fastest plan that fits, weighed as the goal does, and as its rank if it is not proven."""
+    """Seconds of the fastest plan that fits, as :meth:`Tried.weighed` has them."""
 
     smallest: float = math.inf
     """Peak bytes of the smallest plan that fits."""

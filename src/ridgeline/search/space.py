@@ -187,6 +187,7 @@ def _call(t: Technique) -> Call:
 
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Sizes of micro-batches that are tried, as far as they divide the batch."""
 
 
 def micro_batches(e: Experiment, degree: int, free: bool) -> list[int | None]:

@@ -26,7 +26,7 @@ _PAUSE = 0.02
 
 @dataclass
 class Shared:
-    """Of all processes of a search, in memory that they share."""
+    """What the processes of a search know of each other, in shared memory."""
 
     fastest: Any
     """Weighed seconds of the fastest plan."""
@@ -35,7 +35,7 @@ class Shared:
     taken: Any
     """Of each node (:attr:`SearchNode.index`): whether a process has taken it."""
     bounds: Any
-    """Of each node its bound, as far as its process knows it; else no number."""
+    """Weighed seconds that each node needs at least, as far as its process knows; NaN where it does not."""
 
 
 _shared: list[Shared] = []

@@ -145,7 +145,7 @@ class Technique(BaseModel):
         return "" if task in self.card.validated else self.card.name
 
     def conflicts(self) -> Mapping[Part, str]:
-        """What it cannot be combined with with these options, and why."""
+        """What it cannot be combined with, given these options, and why."""
         return self.card.conflicts
 
     def owns(self) -> frozenset[Part]:
