@@ -202,7 +202,8 @@ def test_plans_say_what_they_were_judged_by_in_every_task():
     """Which layout is fastest depends on the batch: BERT's 16 sequences of 512 tokens over PCIe favor stages."""
     step = load(Pretrain(seq_len=512, batch_size=16))
     assert step == ["load: 16 sequences of 512 tokens in a step (--batch-size, --seq-len)"]
-    assert load(Pretrain(seq_len=512))[0].startswith("load: one sequence per replica of 512 tokens")
+    left_open = question(workload=Pretrain(seq_len=512))
+    assert load(left_open.workload)[0].startswith(f"load: {4 * left_open.cluster.size} sequences of 512 tokens")
     pass_ = load(Generate(prompt_len=512, output_len=64))
     assert pass_ == ["load: sequences of 512 + 64 tokens (--prompt-len, --output-len)"]
 

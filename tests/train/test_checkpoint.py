@@ -121,19 +121,29 @@ def test_a_checkpoint_of_other_data_under_the_same_name_is_refused(corpus, tmp_p
         resume(make_trainer(experiment(text)), tmp_path / "out")
 
 
-def test_a_checkpoint_that_has_no_room_is_one_message_and_leaves_the_one_before(corpus, tmp_path):
+@pytest.mark.parametrize("later", [False, True])
+def test_a_checkpoint_that_has_no_room_is_one_message_and_leaves_the_one_before(later, corpus, tmp_path):
     e = experiment(corpus)
     losses, _ = run(e, tmp_path, 1)
     trainer = make_trainer(e)
     before = resume(trainer, tmp_path)
     trainer.step()
+    saving = AsyncCheckpoints(trainer, tmp_path)
+
+    def write():
+        if not later:
+            return save(trainer, tmp_path, [*losses, 1.0])
+        saving.save([*losses, 1.0])
+        return saving.wait()
+
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(UserError, match=r"cannot be written to .* MB are free") as error:
-            save(trainer, tmp_path, [*losses, 1.0])
+            write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        saving.close()
     assert "make room" in error.value.fix
     assert resume(make_trainer(e), tmp_path) == before == losses
 

@@ -111,7 +111,7 @@ def test_documents_are_separated_by_the_end_token(tmp_path):
 def test_training_reads_a_file_to_its_end(tmp_path, monkeypatch):
     """Not only its first characters, of which a vocabulary is made; pieces at a time."""
     file = write_corpus(tmp_path / "text.txt", lines=300)
-    monkeypatch.setattr(data_batches, "MAX_BYTES", 1000)
+    monkeypatch.setattr(data_batches, "MAX_CHARACTERS", 1000)
     e = experiment(file, seq_len=16, batch_size=2)
     batches = global_batches(e, 0, 1)
     text = file.read_text()

@@ -70,9 +70,9 @@ def held_out_windows(w: Compress, tokens: Tokens) -> Tensor:
     """
     ids = tokens.ids[int(len(tokens.ids) * (1 - HELD_OUT)) :]
     if w.eval_data is not None:
-        from ridgeline.data.batches import MAX_BYTES, token_ids
+        from ridgeline.data.batches import MAX_CHARACTERS, token_ids
 
-        ids = token_ids(w.eval_data, MAX_BYTES, tokens.tokenizer)
+        ids = token_ids(w.eval_data, MAX_CHARACTERS, tokens.tokenizer)
     return windows_of(ids, w.seq_len, w.eval_windows, w.eval_data or w.data)
 
 

@@ -23,7 +23,7 @@ from ridgeline.spec.errors import UserError
 
 END, MASK = "<|endoftext|>", "<|mask|>"
 IGNORE = -100
-MAX_BYTES = 4_000_000
+MAX_CHARACTERS = 4_000_000
 """Characters of text read from one source where a part of it is enough, tokenized in seconds."""
 
 
@@ -103,7 +103,7 @@ def own_tokenizer(checkpoint: str | None) -> str | None:
 
 
 def token_ids(source: str, limit: int, tokenizer: Tokenizer) -> np.ndarray:
-    """Tokens (int32) of up to ``limit`` bytes of a source, each document followed by the end token."""
+    """Token ids (int32) of up to ``limit`` characters of a source, each document followed by the end token."""
     return _encoded(_sample(source, limit), tokenizer)
 
 
@@ -128,22 +128,22 @@ def _encoded(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _groups(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    """Consecutive pieces, each time as many as have :data:`MAX_BYTES` characters."""
+    """Consecutive pieces, each time as many as have :data:`MAX_CHARACTERS` together, or more by part of one."""
     group: list[tuple[str, bool]] = []
     size = 0
     for piece in pieces:
         group.append(piece)
         size += len(piece[0])
-        if size >= MAX_BYTES:
+        if size >= MAX_CHARACTERS:
             yield group
             group, size = [], 0
     yield group
 
 
 def _pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """Parts of a document, and whether it is the last: cut behind lines where it is longer than :data:`MAX_BYTES`, into
-    several of that length, which the tokenizer's threads share."""
-    begin, most = 0, MAX_BYTES if len(text) <= MAX_BYTES else MAX_BYTES // 16
+    """Parts of a document, and whether each is the last. One that is longer than :data:`MAX_CHARACTERS` is cut behind
+    lines, where it has any, into parts of a sixteenth of that, which the tokenizer's threads share."""
+    begin, most = 0, MAX_CHARACTERS if len(text) <= MAX_CHARACTERS else MAX_CHARACTERS // 16
     while len(text) - begin > most:
         line = text.rfind("\n", begin, begin + most) + 1
         cut = line if line > begin else begin + most
@@ -153,9 +153,14 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whole: bool = False) -> Tokens:
-    """Tokenize a source, training a byte-level BPE on its first :data:`MAX_BYTES` when no tokenizer is given. Cached by
-    content. ``whole``: files and directories to their end, not only these first characters."""
-    texts = _sample(source, None if whole and paths_of(source) else MAX_BYTES)
+    """Tokenize a source, training a byte-level BPE on its first :data:`MAX_CHARACTERS` when no tokenizer is given.
+
+    Cached by content. ``whole``: a source that names a file or a directory to its end, not only these first characters.
+
+    Raises :class:`UserError` where there is too little text, or where the tokenizer has more entries than
+    ``vocab_size``.
+    """
+    texts = _sample(source, None if whole and paths_of(source) else MAX_CHARACTERS)
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode("utf-8", "replace"))
@@ -165,7 +170,7 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whol
     array, vocabulary = folder / "ids.npy", folder / "tokenizer.json"
     if array.is_file() and vocabulary.is_file():
         return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source)
-    trained = given or train_tokenizer(list(_first(texts, MAX_BYTES)), vocab_size)
+    trained = given or train_tokenizer(list(_first(texts, MAX_CHARACTERS)), vocab_size)
     if trained.get_vocab_size() > vocab_size:
         raise UserError(
             f"the tokenizer has {trained.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ridgeline.compress.calibration import windows_of
-from ridgeline.data.batches import MAX_BYTES, own_tokenizer, token_ids
+from ridgeline.data.batches import MAX_CHARACTERS, own_tokenizer, token_ids
 from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.jobs.job import EvaluateOptions, Progress, RankContext
 from ridgeline.measure.cells.generation_cell import generation_times
@@ -44,7 +44,7 @@ def evaluate(e: None, options: EvaluateOptions, here: RankContext) -> dict[str, 
     source = options.tokenizer or own_tokenizer(str(path))
     if source is None:
         raise UserError(f"{path} has no tokenizer.json", "give one with --tokenizer")
-    ids = token_ids(options.text, MAX_BYTES, load_tokenizer(source))
+    ids = token_ids(options.text, MAX_CHARACTERS, load_tokenizer(source))
     if len(ids) and int(ids.max()) >= spec.vocab_size:
         raise UserError(f"{source} makes token ids up to {int(ids.max())}, the model has {spec.vocab_size}",
                         "use the model's own tokenizer")  # fmt: skip

@@ -115,8 +115,7 @@ def load(w: Workload) -> list[str]:
     """What plans were judged by: ``load: 4 requests/s, of 512 + 128 tokens``, ``load: 32 sequences of 4096 tokens in a
     step``."""
     if isinstance(w, Training):
-        batch = f"{w.batch_size} sequences" if w.batch_size else "one sequence per replica"
-        return [f"load: {batch} of {w.seq_len} tokens in a step (--batch-size, --seq-len)"]
+        return [f"load: {w.batch_size} sequences of {w.seq_len} tokens in a step (--batch-size, --seq-len)"]
     if isinstance(w, Generate):
         return [f"load: sequences of {w.prompt_len} + {w.output_len} tokens (--prompt-len, --output-len)"]
     if w.trace:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from ridgeline.train.checkpoint import Place, begin, complete, described, write_later
+from ridgeline.train.checkpoint import Place, begin, complete, described, write_later, writing_to
 from ridgeline.train.trainer import Trainer
 
 
@@ -43,7 +43,7 @@ class AsyncCheckpoints:
         self._writing = self._thread.submit(self._finish, written, place, about)
 
     def wait(self) -> None:
-        """Return when nothing is being written. Raises what writing raised."""
+        """Return when nothing is being written. Raises what writing raised, as :func:`writing_to` does."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -54,7 +54,8 @@ class AsyncCheckpoints:
         self._stager.close()
 
     def _finish(self, written: Future[Any], place: Place, about: dict[str, Any]) -> None:
-        written.result()  # on rank 0: all ranks' parts
+        with writing_to(self.folder):
+            written.result()  # on rank 0: all ranks' parts
         if self.trainer.rank == 0:
             complete(place, about)
 

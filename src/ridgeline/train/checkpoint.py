@@ -2,17 +2,18 @@
 
 A checkpoint is complete or absent, even if its writer is killed: it is written under a temporary name and renamed,
 ``state.json`` last; a checkpoint that is removed is renamed first. ``<dir>/step-000020`` holds the tensors,
-``state.json`` in it the step, the losses so far, and a checksum of every file.
+``state.json`` in it the step, the losses so far, the experiment, a hash of its data, and a checksum of every file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -47,20 +48,26 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
     Raises :class:`UserError` where it cannot be written, as on a full disk.
     """
     place = begin(trainer, folder)
-    with trainer.run.hooks.resident(False):
-        try:
-            save_tensors(trainer, place.draft)
-        except CheckpointException as e:  # raised on all ranks
-            cause = next(cause for cause, _ in e.failures.values())
-            raise UserError(
-                f"a checkpoint cannot be written to {folder}, where {shutil.disk_usage(folder).free / 1e6:.0f} MB are"
-                f" free: {cause}", "make room; the same command goes on from the checkpoint before, if there is one",
-            ) from e  # fmt: skip
+    with trainer.run.hooks.resident(False), writing_to(folder):
+        save_tensors(trainer, place.draft)
     _barrier()
     if trainer.rank == 0:
         complete(place, described(trainer, losses))
     _barrier()
     return place.whole
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Context in which tensors are written below ``folder``. Raises :class:`UserError` where they cannot be."""
+    try:
+        yield
+    except CheckpointException as e:  # raised on all ranks
+        cause = next(cause for cause, _ in e.failures.values())
+        raise UserError(
+            f"a checkpoint cannot be written to {folder}, where {shutil.disk_usage(folder).free / 1e6:.0f} MB are"
+            f" free: {cause}", "make room; the same command goes on from the checkpoint before, if there is one",
+        ) from e  # fmt: skip
 
 
 def begin(trainer: Trainer, folder: Path) -> Place:
