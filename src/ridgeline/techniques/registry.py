@@ -36,6 +36,8 @@ class _Made(NamedTuple):
 
 _cache: dict[tuple[type[Technique], str], _Made] = {}
 """Technique objects by class and options: they are immutable, and one prediction requests each several times."""
+_whole: dict[int, _Made] = {}
+"""The same by the identity of the calls in them, which normalized plans hold."""
 _CACHE_SIZE = 4096
 
 
@@ -60,6 +62,9 @@ def make(call: Call) -> Technique:
 
 
 def _made(call: Call) -> _Made:
+    same = _whole.get(id(call))
+    if same is not None and same.call is call:  # as in every plan that was normalized
+        return same
     known = registry()
     if call.name not in known:
         raise unknown("technique", call.name, known, "plan")
@@ -69,9 +74,10 @@ def _made(call: Call) -> _Made:
     if found is None:
         if len(_cache) > _CACHE_SIZE:
             _cache.clear()
+            _whole.clear()
         t = _valid(cls, call)
         whole = Call(name=call.name, options=t.model_dump(mode="json", exclude_none=True))
-        found = _cache[key] = _Made(t, t.parts, whole)
+        found = _cache[key] = _whole[id(whole)] = _Made(t, t.parts, whole)
     return found
 
 
