@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.nn import build, save_checkpoint
-from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.nn.checkpoint.checkpoint import Reader, load_checkpoint
 from ridgeline.nn.checkpoint.formats import formats, reader, writer
 from ridgeline.nn.checkpoint.formats.compressed_tensors import CompressedTensors
 from ridgeline.nn.checkpoint.formats.gptq import GPTQFormat
+from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed import Packed, pack_bits, unpack_bits
 from ridgeline.runtime.solve.grid import Affine, nearest
 from ridgeline.spec.errors import UserError
@@ -116,14 +117,14 @@ SPEC = ModelSpec(
 IDS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def checkpoint(folder, form, bits, group_size, symmetric, mixed=False, spec=SPEC):
+def checkpoint(folder, form, bits, group_size, symmetric, mixed=False, spec=SPEC, code=None):
     """A random model whose linear layers are rounded and written in a format; returns the rounded model."""
     from safetensors.torch import save_file
 
     from ridgeline.nn.checkpoint.hf_names import links
 
     model = build(spec, seed=3)
-    tensors, layers = {}, {}
+    tensors, layers, inputs = {}, {}, {}
     parameters = dict(model.named_parameters())
     for link in links(spec):
         weight = parameters[link.ours].data
@@ -135,11 +136,15 @@ def checkpoint(folder, form, bits, group_size, symmetric, mixed=False, spec=SPEC
         p = fitted.pack(nearest(weight, fitted))
         weight.copy_(p.dense())
         module = link.theirs.removesuffix(".weight")
-        tensors.update(form.write(module, p))
+        own = None if mixed and "v_proj" in link.ours else code
+        tensors.update(form.write(module, p, own))
+        if own is not None:
+            inputs[module] = own
+            tensors.update({} if own.scale is None else {f"{module}.input_scale": torch.tensor([own.scale])})
         layers[module] = p
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**to_hf_config(spec), "dtype": "float32", "quantization_config": form.config(layers, ["lm_head"], {})}
+    config = {**to_hf_config(spec), "dtype": "float32", "quantization_config": form.config(layers, ["lm_head"], inputs)}
     (folder / "config.json").write_text(json.dumps(config))
     return model
 
@@ -161,6 +166,51 @@ def test_transformers_loads_compressed_tensors(tmp_path, bits, group_size, symme
     assert torch.equal(logits(load_checkpoint(tmp_path / "c")), logits(ours))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float32)
     assert torch.allclose(logits(theirs), logits(ours), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "mixed", "scale"), [(8, 0, False, None), (4, 32, False, 0.03125), (8, 0, True, None)]
+)
+def test_transformers_loads_layers_with_quantized_inputs(tmp_path, bits, group_size, mixed, scale):
+    """Weights are compared: its rounding of inputs is another one (to 1/127.5 of the largest)."""
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    code = InputCode(8, scale)
+    ours = checkpoint(tmp_path / "c", CompressedTensors(), bits, group_size, True, mixed, code=code)
+    assert torch.equal(logits(load_checkpoint(tmp_path / "c")), logits(ours)), "with inputs as they are"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float32)
+    assert (logits(theirs) - logits(ours)).square().mean().sqrt() < 0.1 * logits(ours).std()
+    for i, layer in ours.layers.items():
+        for part, their, name in (("attention", "self_attn", "q_proj"), ("attention", "self_attn", "v_proj"),
+                                  ("mlp", "mlp", "down_proj")):  # fmt: skip
+            found = theirs.get_submodule(f"model.layers.{i}.{their}.{name}")
+            assert torch.equal(found.weight, layer.get_submodule(f"{part}.{name}").weight)
+            acts = found.quantization_scheme.input_activations
+            assert (acts is None) == (mixed and name == "v_proj")
+            assert acts is None or acts.dynamic == (scale is None)
+            assert scale is None or found.input_scale == scale
+            found = Reader(tmp_path / "c", SPEC).input(f"layers.{i}.{part}.{name}.weight")
+            assert found == (None if acts is None else code)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_librarys_own_reader_takes_integers(bits, symmetric):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.naive_quantized.base import IntQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    p, form, code = packed(bits, 32, symmetric), CompressedTensors(), InputCode()
+    config = form.config({"m": p}, [], {"m": code})
+    tensors = form.write("m", p, code)
+    assert tensors["m.weight"].dtype == torch.int8
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    found = IntQuantizationCompressor.decompress({k.removeprefix("m."): t for k, t in tensors.items()}, scheme)
+    assert torch.allclose(found["weight"].float(), p.dense(), atol=2e-4)  # it computes in the dtype of the scales
+    back = reader(config).read("m", tensors.get)
+    assert torch.equal(back.codes, p.codes)
+    assert torch.equal(back.dense(), p.dense())
+    assert (back.bits, back.group_size, back.symmetric) == (bits, 32, symmetric)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -190,7 +190,7 @@ def their_tensors(
                 raise UserError(f"{layer.name} is stored in a code that {form.name} cannot hold",
                                 "use --format ridgeline, or --format dense to expand it")  # fmt: skip
             module = theirs.removesuffix(".weight")
-            tensors.update(form.write(module, layer.stored))  # type: ignore[arg-type]
+            tensors.update(form.write(module, layer.stored, layer.input))  # type: ignore[arg-type]
             if layer.input is not None and layer.input.scale is not None:
                 tensors[f"{module}.input_scale"] = torch.tensor([layer.input.scale])
             stored[module] = layer.stored

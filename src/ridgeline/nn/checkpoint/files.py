@@ -93,6 +93,8 @@ class FileSpan(NamedTuple):
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 """Ends of the names of MXFP4 codes and exponents."""
+_SCALE = "_scale"
+"""End of the name of the scales of a weight's codes, where these have the weight's own name (compressed-tensors)."""
 _BLOCK_SCALES = "_scale_inv"
 """End of the name of the factors that an fp8 weight's blocks are multiplied by (DeepSeek-V3, Qwen3-FP8)."""
 
@@ -149,8 +151,10 @@ class Files:
         return f"{self.path / files[0]}" if len(files) == 1 else f"{self.path} ({', '.join(files)})"
 
     def find(self, link: NamePair) -> str | None:
-        """The name under which the checkpoint has ``link``'s tensor, or the blocks that it is expanded from."""
-        return next((n for n in spellings(link.theirs) if n in self.where or f"{n}{_BLOCKS}" in self.where), None)
+        """The name under which the checkpoint has ``link``'s tensor, or the blocks that it is expanded from; None for
+        the codes of a format."""
+        names = (n for n in spellings(link.theirs) if n in self.where or f"{n}{_BLOCKS}" in self.where)
+        return next((n for n in names if self.format is None or f"{n}{_SCALE}" not in self.where), None)
 
     def tensor(self, name: str) -> Tensor | None:
         """A whole tensor by its name in the files; None when there is none."""

@@ -29,9 +29,9 @@ class Format(Protocol):
     def from_config(cls, config: dict[str, Any]) -> Format:
         """A reader for a ``quantization_config`` of this method."""
 
-    def write(self, module: str, packed: Packed) -> dict[str, Tensor]:
-        """The tensors that represent ``module.weight``. Raises :class:`UserError` for what the format cannot
-        express."""
+    def write(self, module: str, packed: Packed, code: InputCode | None = None) -> dict[str, Tensor]:
+        """The tensors that represent ``module.weight``; ``code``: how the module's input is quantized. Raises
+        :class:`UserError` for what the format cannot express."""
 
     def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """``quantization_config``, given the packed modules (their tensors may stand on the meta device), the linear

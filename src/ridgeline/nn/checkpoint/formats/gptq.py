@@ -34,7 +34,7 @@ class GPTQFormat:
             raise UserError(f"GPTQ checkpoint_format {version!r} is not read", f"read: {V1}, {V2}")
         return cls(int(config["bits"]), version)
 
-    def write(self, module: str, packed: Packed) -> dict[str, Tensor]:
+    def write(self, module: str, packed: Packed, code: InputCode | None = None) -> dict[str, Tensor]:
         """See the class. Symmetric weights in version 1, others in version 2."""
         out, width = packed.shape
         if packed.outliers is not None:

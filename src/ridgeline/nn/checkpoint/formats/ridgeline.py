@@ -45,7 +45,7 @@ class Ridgeline:
                             f"read: version {VERSION} with dictionary {_dictionary()}")  # fmt: skip
         return cls({module: InputCode(**code) for module, code in config.get("inputs", {}).items()})
 
-    def write(self, module: str, packed: Stored) -> dict[str, Tensor]:
+    def write(self, module: str, packed: Stored, code: InputCode | None = None) -> dict[str, Tensor]:
         """See the class."""
         if isinstance(packed, Ternary):
             parts = dict(zip(_TERNARY, (packed.codes, packed.offsets, packed.low, packed.high), strict=True))
