@@ -16,6 +16,7 @@ from ridgeline.predict.step.peak_memory import resident, training_peak
 from ridgeline.predict.step.training_step import update_ops
 from ridgeline.search import Question, search
 from ridgeline.search.answer_tables import load, trade
+from ridgeline.search.expand import ranked
 from ridgeline.search.found import Tried
 from ridgeline.search.kinds import difference, kind_of
 from ridgeline.search.question import HIGHER, parse_slo
@@ -153,7 +154,27 @@ def test_answers_differ_in_kind_and_each_offers_something():
         for other in best[:i]:
             faster = t.metrics["tokens_per_s"] / other.metrics["tokens_per_s"]
             spare = (other.metrics["peak_bytes"] - t.metrics["peak_bytes"]) / t.experiment.cluster.device.memory_bytes
-            assert faster >= 1.03 or spare >= 0.03 or len(t.names) < len(other.names)
+            assert faster >= 1.03 or spare >= 0.03 or len(t.kind) < len(other.kind)
+
+
+def test_a_plan_that_is_slower_and_larger_offers_nothing_for_having_fewer_techniques():
+    """With as many ways of dividing and moving; the same without the larger part of them does."""
+    q = Question(catalog.model("llama2-13b"), catalog.cluster("8xrtx4090"), FineTune(seq_len=350, batch_size=8))
+
+    def tried(*plan, micro=1):
+        workload = q.workload.model_copy(update={"micro_batch_size": micro})
+        e = normalize(experiments.make("llama2-13b", "8xrtx4090", workload.model_dump(), plan))
+        return ranked(q, e, quick(e, techniques_of(e.plan), always=True))
+
+    first = tried("tensor_parallel:degree=8", "flash_attention", "mixed_precision:weights=low", "fused_layers",
+                  "zero_infinity", micro=8)  # fmt: skip
+    second = tried("pipeline:degree=8,schedule=interleaved,chunks=2", "flash_attention", "zero_offload",
+                   "activation_offload")  # fmt: skip
+    assert len(second.names) < len(first.names)
+    assert second.metrics["tokens_per_s"] < first.metrics["tokens_per_s"]
+    assert second.metrics["peak_bytes"] > first.metrics["peak_bytes"]
+    assert not second.offers_beside(first, q)
+    assert tried("zero:stage=3").offers_beside(second, q)
 
 
 def test_kinds_are_words_not_degrees_and_options():

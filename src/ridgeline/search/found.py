@@ -77,8 +77,9 @@ class Tried:
 
     def offers_beside(self, other: Tried, q: Question) -> bool:
         """Whether a user might choose it over the other: for what it gains in the goal, in memory (in serving, where
-        the cache takes what is left: in latency), or because it has fewer techniques or devices, or proven ones."""
-        fewer = len(self.names) < len(other.names) or len(self.unvalidated) < len(other.unvalidated)
+        the cache takes what is left: in latency), or because it divides and moves less, has fewer devices, or proven
+        techniques."""
+        fewer = len(self.kind) < len(other.kind) or len(self.unvalidated) < len(other.unvalidated)
         if fewer or self.experiment.cluster.size < other.experiment.cluster.size:
             return True
         if self.experiment.task != "serve" and (other.over - self.over) >= ALIKE:
