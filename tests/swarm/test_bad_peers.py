@@ -13,7 +13,7 @@ from tests.swarm.peers import SECRET, SPEC, Local, checkpoint
 
 from ridgeline.nn import generate as generate_here
 from ridgeline.nn import load_checkpoint
-from ridgeline.serve.transfer.connection import Lost
+from ridgeline.serve.transfer.connection import Lost, connected
 from ridgeline.serve.transfer.frames import BadPeer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.wire import block_size, wire_bytes
@@ -319,3 +319,9 @@ def test_rows_survive_the_wire_alone_and_together(rows, width, scale):
     assert torch.equal(y, one)
     peaks = x.view(-1, block_size(width)).abs().amax(1, keepdim=True)
     assert bool(((x - y).view(-1, block_size(width)).abs() <= 0.04 * peaks).all())
+
+
+@pytest.mark.parametrize("address", ["nohost", "host:", ":7", "host:seven"])
+def test_an_address_without_host_or_port_is_said(address):
+    with pytest.raises(Lost, match="an address is HOST:PORT"):
+        asyncio.run(connected(address, 1.0, None))

@@ -152,6 +152,8 @@ class Connection:
 async def connected(address: str, seconds: float, tls: ssl.SSLContext | None) -> Connection:
     """A connection to ``address`` (host:port), before its greeting. Raises :class:`Lost`, also after ``seconds``."""
     host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise Lost("an address is HOST:PORT")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port), limit=BUFFER, ssl=tls)
         return Connection(*await asyncio.wait_for(opening, seconds))
