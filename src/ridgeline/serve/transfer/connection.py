@@ -75,7 +75,8 @@ class Connection:
         keys = derive(secret, b"asks", *nonces), derive(secret, b"answers", *nonces)
         self._write_key, self._read_key = keys if asks else keys[::-1]
         if other["fingerprint"] != fingerprint:
-            raise BadPeer("it serves another model, other weights or another format of the cache")
+            raise BadPeer("it serves another model, other weights or another format of the cache, or trains another"
+                          " experiment")  # fmt: skip
 
     async def _hello(self) -> dict[str, str]:
         frame = await self.receive(SMALL)
