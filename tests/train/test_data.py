@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.training import MODEL, experiment, write_corpus
 from tests.world import world
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from ridgeline.data import batches as data_batches
 from ridgeline.data.batches import END, IGNORE, MASK, TextBatches, load_tokens, train_tokenizer
@@ -119,6 +120,57 @@ def test_training_reads_a_file_to_its_end(tmp_path, monkeypatch):
     assert batches.tokenizer.decode(batches.tokens.ids[:-1].tolist()) == text
     assert (batches.tokens.ids == batches.tokens.end).sum() == 1
     assert len(load_tokens(str(file), MODEL.vocab_size).ids) < len(batches.tokens.ids) / 2
+
+
+TEXT = (
+    "def ridge(x):\n    return x + 1\n\n\n    # naïve café, 日本語\n\tindented   twice\n"
+    "The  roof   of the model.\r\nA line\n\n\n   \n" + "wide " * 40 + "\n" + "0123456789abcdef" * 30 + "\n"
+)
+
+
+def _bytes_in_words(tokenizer):
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+
+
+def _bytes_between_specials(tokenizer):
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+
+
+def _llama(tokenizer):
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+
+
+def _metaspace(tokenizer):
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+
+
+def _llama_2(tokenizer):
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+
+
+@pytest.mark.parametrize("kind", [_bytes_in_words, _bytes_between_specials, _llama, _metaspace, _llama_2])
+def test_a_document_in_pieces_has_the_tokens_of_the_whole(kind, monkeypatch):
+    """Also where a piece is cut in whitespace or in a word, and what the tokenizer adds to a text it adds once."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    special = ["<unk>", "<s>", "</s>", END]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=special, show_progress=False, max_token_length=12,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    # Of lines, as SentencePiece reads them: a tokenizer without a pre-tokenizer would learn merges across them.
+    tokenizer.train_from_iterator(TEXT.replace(" ", "▁").splitlines(), trainer)
+    kind(tokenizer)
+    long, short = TEXT * 8, "The roof."
+    end = tokenizer.token_to_id(END)
+    whole = [*tokenizer.encode(long).ids, end, *tokenizer.encode(short).ids, end]
+    monkeypatch.setattr(data_batches, "MAX_CHARACTERS", 800)
+    assert data_batches._encoded([long, short], tokenizer).tolist() == whole
 
 
 def test_tokens_are_cached_by_content(tmp_path):

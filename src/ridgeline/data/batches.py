@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from ridgeline.data.text import documents, paths_of
 from ridgeline.data.tokenizer import load_tokenizer
@@ -25,6 +25,8 @@ END, MASK = "<|endoftext|>", "<|mask|>"
 IGNORE = -100
 MAX_CHARACTERS = 4_000_000
 """Characters of text read from one source where a part of it is enough, tokenized in seconds."""
+CONTEXT = 1000
+"""Characters before and behind a piece of a document that are tokenized with it."""
 
 
 class Batch(NamedTuple):
@@ -115,6 +117,17 @@ def _first(texts: list[str], limit: int) -> Iterator[str]:
         limit -= len(text)
 
 
+class _Piece(NamedTuple):
+    """A part of a document, in the text around it."""
+
+    text: str
+    begin: int
+    """Where the part begins in ``text``."""
+    end: int
+    first: bool
+    last: bool
+
+
 def _encoded(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
     """Token ids (int32) of documents, each followed by the end token, in pieces: what the tokenizer returns of a text
     takes a hundred times its memory."""
@@ -122,34 +135,54 @@ def _encoded(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
     tail = np.asarray([] if end is None else [end], dtype=np.int32)
     found = [tail[:0]]
     for group in _groups(piece for text in texts for piece in _pieces(text)):
-        for encoded, (_, last) in zip(tokenizer.encode_batch([text for text, _ in group]), group, strict=True):
-            found += [np.asarray(encoded.ids, dtype=np.int32), *([tail] if last else [])]
+        for encoded, piece in zip(tokenizer.encode_batch([p.text for p in group]), group, strict=True):
+            found += [_ids_of(encoded, piece), *([tail] if piece.last else [])]
     return np.concatenate(found)
 
 
-def _groups(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+def _ids_of(encoded: Encoding, piece: _Piece) -> np.ndarray:
+    """The tokens that begin in a piece, not those of the text around it. What the tokenizer puts around a text is kept
+    around the document."""
+    ids = np.asarray(encoded.ids, dtype=np.int32)
+    if piece.first and piece.last:
+        return ids
+    starts = np.asarray([start for start, _ in encoded.offsets])
+    inside = starts >= piece.begin
+    if not piece.last:
+        inside &= starts < piece.end
+    added = np.asarray([sequence is None for sequence in encoded.sequence_ids])
+    before = added & (np.cumsum(~added) == 0)
+    return ids[np.where(before, piece.first, np.where(added, piece.last, inside))]
+
+
+def _groups(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     """Consecutive pieces, each time as many as have :data:`MAX_CHARACTERS` together, or more by part of one."""
-    group: list[tuple[str, bool]] = []
+    group: list[_Piece] = []
     size = 0
     for piece in pieces:
         group.append(piece)
-        size += len(piece[0])
+        size += piece.end - piece.begin
         if size >= MAX_CHARACTERS:
             yield group
             group, size = [], 0
     yield group
 
 
-def _pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """Parts of a document, and whether each is the last. One that is longer than :data:`MAX_CHARACTERS` is cut behind
-    lines, where it has any, into parts of a sixteenth of that, which the tokenizer's threads share."""
+def _pieces(text: str) -> Iterator[_Piece]:
+    """Parts of a document. One that is longer than :data:`MAX_CHARACTERS` is cut behind lines, where it has any, into
+    parts of a sixteenth of that, which the tokenizer's threads share; with the text around them, so that they get the
+    tokens that they have in the whole document."""
     begin, most = 0, MAX_CHARACTERS if len(text) <= MAX_CHARACTERS else MAX_CHARACTERS // 16
-    while len(text) - begin > most:
-        line = text.rfind("\n", begin, begin + most) + 1
-        cut = line if line > begin else begin + most
-        yield text[begin:cut], False
+    while True:
+        cut = len(text)
+        if cut - begin > most:
+            line = text.rfind("\n", begin, begin + most) + 1
+            cut = line if line > begin else begin + most
+        context = max(0, begin - CONTEXT)
+        yield _Piece(text[context : cut + CONTEXT], begin - context, cut - context, begin == 0, cut == len(text))
+        if cut == len(text):
+            return
         begin = cut
-    yield text[begin:], True
 
 
 def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whole: bool = False) -> Tokens:
