@@ -2,7 +2,9 @@
 
 import importlib.util
 import itertools
+import sys
 import sysconfig
+import types
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +173,26 @@ def test_a_document_in_pieces_has_the_tokens_of_the_whole(kind, monkeypatch):
     whole = [*tokenizer.encode(long).ids, end, *tokenizer.encode(short).ids, end]
     monkeypatch.setattr(data_batches, "MAX_CHARACTERS", 800)
     assert data_batches._encoded([long, short], tokenizer).tolist() == whole
+
+
+def test_files_are_read_whole_beside_a_source_without_end(tmp_path, monkeypatch):
+    file, folder = write_corpus(tmp_path / "text.txt", lines=100), tmp_path / "folder"
+    folder.mkdir()
+    write_corpus(folder / "other.txt", lines=200)
+    monkeypatch.setattr(data_batches, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr("ridgeline.data.text._hugging_face", lambda name: itertools.repeat("endless row. "))
+    tokens = load_tokens(f"{file},hf:endless,{folder}", 300, whole=True)
+    texts = tokens.tokenizer.decode(tokens.ids.tolist(), skip_special_tokens=False).split(END)[:-1]
+    assert texts[:3] == [file.read_text(), "endless row. ", (folder / "other.txt").read_text()]
+    assert len("".join(texts[1:2] + texts[3:])) == 1000
+    assert len(load_tokens("hf:endless", 300, whole=True).ids) < 1000
+
+
+def test_empty_rows_of_a_dataset_are_no_documents(monkeypatch):
+    rows = [{"text": "one row"}, {"text": ""}, {"text": None}, {"text": " \n"}, {"text": "another"}]
+    stub = types.SimpleNamespace(load_dataset=lambda name, **options: rows)
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    assert list(documents("hf:rows")) == ["one row", "another"]
 
 
 def test_tokens_are_cached_by_content(tmp_path):

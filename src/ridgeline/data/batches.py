@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tokenizers import Encoding, Tokenizer
 
-from ridgeline.data.text import documents, paths_of
+from ridgeline.data.text import cut, documents
 from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
@@ -46,16 +46,11 @@ class Batch(NamedTuple):
     """[batch, source] bool: which of them are no padding; None: all."""
 
 
-def _sample(source: str, limit: int | None) -> list[str]:
-    """Documents of a source, the last cut where ``limit`` characters are reached; None: all."""
-    texts: list[str] = []
-    size = 0
-    for text in documents(source):
-        texts.append(text if limit is None else text[: limit - size])
-        size += len(text)
-        if limit is not None and size >= limit:
-            break
-    if size < 1000:
+def _sample(source: str, limit: int, whole: bool = False) -> list[str]:
+    """Documents of a source, up to ``limit`` characters; ``whole``: its files and directories to their end."""
+    texts = list(documents(source, limit) if whole else cut(documents(source), limit))
+    size = sum(map(len, texts))
+    if size < min(1000, limit):
         raise UserError(f"data {source!r} holds only {size} characters of text", "give a larger file or directory")
     return texts
 
@@ -107,14 +102,6 @@ def own_tokenizer(checkpoint: str | None) -> str | None:
 def token_ids(source: str, limit: int, tokenizer: Tokenizer) -> np.ndarray:
     """Token ids (int32) of up to ``limit`` characters of a source, each document followed by the end token."""
     return _encoded(_sample(source, limit), tokenizer)
-
-
-def _first(texts: list[str], limit: int) -> Iterator[str]:
-    for text in texts:
-        if limit <= 0:
-            return
-        yield text[:limit]
-        limit -= len(text)
 
 
 class _Piece(NamedTuple):
@@ -188,12 +175,13 @@ def _pieces(text: str) -> Iterator[_Piece]:
 def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whole: bool = False) -> Tokens:
     """Tokenize a source, training a byte-level BPE on its first :data:`MAX_CHARACTERS` when no tokenizer is given.
 
-    Cached by content. ``whole``: a source that names a file or a directory to its end, not only these first characters.
+    Cached by content. ``whole``: files and directories to their end, not only these first characters; of each other
+    source as many.
 
     Raises :class:`UserError` where there is too little text, or where the tokenizer has more entries than
     ``vocab_size``.
     """
-    texts = _sample(source, None if whole and paths_of(source) else MAX_CHARACTERS)
+    texts = _sample(source, MAX_CHARACTERS, whole)
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode("utf-8", "replace"))
@@ -203,7 +191,7 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whol
     array, vocabulary = folder / "ids.npy", folder / "tokenizer.json"
     if array.is_file() and vocabulary.is_file():
         return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source)
-    trained = given or train_tokenizer(list(_first(texts, MAX_CHARACTERS)), vocab_size)
+    trained = given or train_tokenizer(list(cut(texts, MAX_CHARACTERS)), vocab_size)
     if trained.get_vocab_size() > vocab_size:
         raise UserError(
             f"the tokenizer has {trained.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"
