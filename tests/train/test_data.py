@@ -213,6 +213,16 @@ def test_tokens_are_cached_by_content(tmp_path):
     assert not list(cache_dir().rglob("*.new"))
 
 
+def test_the_same_text_in_other_documents_is_not_served_from_the_cache(tmp_path):
+    text = write_corpus(tmp_path / "text.txt", lines=60).read_text()
+    for name, parts in (("one", [text]), ("two", [text[:500], text[500:]])):
+        (tmp_path / name).mkdir()
+        for file, part in zip("ab", parts, strict=False):
+            (tmp_path / name / f"{file}.txt").write_text(part)
+    one, two = (load_tokens(str(tmp_path / name), 300) for name in ("one", "two"))
+    assert ((one.ids == one.end).sum(), (two.ids == two.end).sum()) == (1, 2)
+
+
 def test_text_is_read_where_nothing_can_be_cached(tmp_path, monkeypatch):
     file = write_corpus(tmp_path / "text.txt", lines=60)
     cached = load_tokens(str(file), 300)

@@ -184,9 +184,11 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whol
     texts = _sample(source, MAX_CHARACTERS, whole)
     digest = hashlib.sha256()
     for text in texts:
-        digest.update(text.encode("utf-8", "replace"))
+        data = text.encode("utf-8", "replace")
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
     given = load_tokenizer(tokenizer) if tokenizer else None
-    digest.update(json.dumps([vocab_size, given.to_str() if given else None, "v1"]).encode())
+    digest.update(json.dumps([vocab_size, given.to_str() if given else None, "v2"]).encode())
     folder = cache_dir() / "tokens" / digest.hexdigest()[:16]
     array, vocabulary = folder / "ids.npy", folder / "tokenizer.json"
     if array.is_file() and vocabulary.is_file():
