@@ -4,12 +4,15 @@ import importlib.util
 import itertools
 import sys
 import sysconfig
+import time
 import types
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tests.training import MODEL, experiment, write_corpus
 from tests.world import world
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -250,6 +253,39 @@ def test_ranks_that_tokenize_at_once_do_not_disturb_each_other(corpus):
     a, b = world(2).run(load_here, str(corpus))
     assert a == b
     assert not list(cache_dir().rglob("*.new"))
+
+
+def batches_of_slow_ranks(rank, e, slow, timeout):
+    """The tokens on this rank, and whether it made them itself; making them takes longer than collectives may."""
+    made = []
+
+    def encode(texts, tokenizer):
+        made.append(rank)
+        time.sleep(slow)
+        return encoded(texts, tokenizer)
+
+    encoded, data_batches._encoded = data_batches._encoded, encode
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+    try:
+        batches = global_batches(e, rank, 2)
+        dist.barrier()
+    finally:
+        data_batches._encoded = encoded
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=300))
+    return batches.tokens.ids.tolist(), made
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_ranks_wait_for_text_longer_than_for_collectives(kept, corpus, tmp_path, monkeypatch):
+    """Rank 0 tokenizes for both; where it cannot pass that on, the other one needs as long."""
+    if not kept:
+        (tmp_path / "taken").touch()
+        monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path / "taken"))
+    e = experiment(corpus, ranks=2)
+    (a, first), (b, second) = world(2).run(batches_of_slow_ranks, e, 3.0, 2.0)
+    assert a == b
+    assert (first, second) == ([0], [] if kept else [1])
 
 
 def test_sources_file_directory_and_standard_library(tmp_path, corpus):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -62,6 +61,8 @@ class Tokens:
     ids: np.ndarray
     tokenizer: Tokenizer
     source: str
+    cached: str = ""
+    """Name of its directory in the cache; empty: not cached."""
 
     @property
     def end(self) -> int:
@@ -189,25 +190,45 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whol
         digest.update(data)
     given = load_tokenizer(tokenizer) if tokenizer else None
     digest.update(json.dumps([vocab_size, given.to_str() if given else None, "v2"]).encode())
-    folder = cache_dir() / "tokens" / digest.hexdigest()[:16]
-    array, vocabulary = folder / "ids.npy", folder / "tokenizer.json"
-    if array.is_file() and vocabulary.is_file():
-        return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source)
+    name = digest.hexdigest()[:16]
+    found = cached_tokens(name, source)
+    if found:
+        return found
     trained = given or train_tokenizer(list(cut(texts, MAX_CHARACTERS)), vocab_size)
     if trained.get_vocab_size() > vocab_size:
         raise UserError(
             f"the tokenizer has {trained.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"
         )
     ids = _encoded(texts, trained)
-    with contextlib.suppress(OSError):  # a read-only or full disk: tokenized again next time
-        folder.mkdir(parents=True, exist_ok=True)
-        mine = f".{os.getpid()}.new"  # other ranks and runs may be writing the same
-        Path(f"{vocabulary}{mine}").write_text(trained.to_str(pretty=True), encoding="utf-8")
-        os.replace(f"{vocabulary}{mine}", vocabulary)
-        with open(f"{array}{mine}", "wb") as f:
-            np.save(f, ids)
-        os.replace(f"{array}{mine}", array)
-    return Tokens(ids, trained, source)
+    try:
+        _cache(name, ids, trained)
+    except OSError:  # a read-only or full disk: tokenized again next time
+        name = ""
+    return Tokens(ids, trained, source, name)
+
+
+def cached_tokens(name: str, source: str) -> Tokens | None:
+    """The tokens of ``source`` that are cached under a name, if they are."""
+    array, vocabulary = _cached_files(name)
+    if not name or not array.is_file() or not vocabulary.is_file():
+        return None
+    return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source, name)
+
+
+def _cached_files(name: str) -> tuple[Path, Path]:
+    folder = cache_dir() / "tokens" / name
+    return folder / "ids.npy", folder / "tokenizer.json"
+
+
+def _cache(name: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    array, vocabulary = _cached_files(name)
+    array.parent.mkdir(parents=True, exist_ok=True)
+    mine = f".{os.getpid()}.new"  # other ranks and runs may be writing the same
+    Path(f"{vocabulary}{mine}").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    os.replace(f"{vocabulary}{mine}", vocabulary)
+    with open(f"{array}{mine}", "wb") as f:
+        np.save(f, ids)
+    os.replace(f"{array}{mine}", array)
 
 
 @dataclass(frozen=True)
