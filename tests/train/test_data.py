@@ -255,6 +255,16 @@ def test_ranks_that_tokenize_at_once_do_not_disturb_each_other(corpus):
     assert not list(cache_dir().rglob("*.new"))
 
 
+def test_a_tokenizer_that_truncates_reads_documents_to_their_end(corpus, tmp_path):
+    """Those of encoders often come with the length of their model."""
+    tokenizer = train_tokenizer([corpus.read_text()], 300)
+    whole = tokenizer.encode(corpus.read_text()).ids
+    tokenizer.enable_truncation(64)
+    tokenizer.enable_padding(length=128)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokens(str(corpus), 300, str(tmp_path)).ids.tolist()[:-1] == whole
+
+
 def batches_of_slow_ranks(rank, e, slow, timeout):
     """The tokens on this rank, and whether it made them itself; making them takes longer than collectives may."""
     made = []

@@ -10,12 +10,17 @@ from ridgeline.spec.errors import UserError
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """A ``tokenizer.json``, or the one in a checkpoint directory. Raises :class:`UserError` when it is not one."""
+    """A ``tokenizer.json``, or the one in a checkpoint directory, for texts of any length: what it says of truncation
+    and padding is left out, as Hugging Face ``transformers`` does unless asked. Raises :class:`UserError` when it is
+    not one."""
     file = Path(path)
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
         raise UserError(f"no tokenizer at {path}", "give a tokenizer.json or a directory that holds one")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as e:
         raise UserError(f"{file} is not a tokenizer: {str(e).splitlines()[0]}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
