@@ -257,6 +257,7 @@ def tune(
 
     from ridgeline.data.batches import TextBatches, load_tokens, own_tokenizer
     from ridgeline.nn.checkpoint.files import write_tensors
+    from ridgeline.spec.errors import UserError
     from ridgeline.swarm.remote import RemoteModel
     from ridgeline.swarm.session import load_ends
 
@@ -264,7 +265,10 @@ def tune(
     require_writable("--out", file=out)
     ends = load_ends(checkpoint)
     spec = ends.spec
-    text = load_tokens(data, spec.vocab_size, own_tokenizer(str(checkpoint)), whole=True)
+    tokenizer = own_tokenizer(str(checkpoint))
+    if tokenizer is None:
+        raise UserError(f"{checkpoint} has no tokenizer.json", "copy there the one that it was trained with")
+    text = load_tokens(data, spec.vocab_size, tokenizer, whole=True)
     batches = TextBatches(text, seq_len, batch_size, spec.vocab_size, True, seed, False, 0)
     client = _client(checkpoint, join, fleet_secret_file, wire, "", None, _tls(tls_cert, tls_key, tls_ca))
     try:

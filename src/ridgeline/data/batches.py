@@ -19,6 +19,7 @@ from ridgeline.data.text import cut, documents
 from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.workload import Training
 
 END, MASK = "<|endoftext|>", "<|mask|>"
 IGNORE = -100
@@ -98,6 +99,20 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 def own_tokenizer(checkpoint: str | None) -> str | None:
     """The checkpoint directory, when it has a tokenizer."""
     return checkpoint if checkpoint and (Path(checkpoint) / "tokenizer.json").is_file() else None
+
+
+def tokenizer_of(w: Training) -> str | None:
+    """The tokenizer that the workload names, else its checkpoint's own; None without a checkpoint.
+
+    Raises :class:`UserError` for a checkpoint without one: tokens of another vocabulary would meet its embedding.
+    """
+    found = w.tokenizer or own_tokenizer(w.checkpoint)
+    if found is None and w.checkpoint:
+        raise UserError(
+            f"checkpoint {w.checkpoint} has no tokenizer.json, and its weights know no tokens but its own",
+            "copy its tokenizer.json there, or give --workload.tokenizer; without a checkpoint a new one is made",
+        )
+    return found
 
 
 def token_ids(source: str, limit: int, tokenizer: Tokenizer) -> np.ndarray:

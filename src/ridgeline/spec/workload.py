@@ -69,8 +69,8 @@ class Training(_Workload):
     checkpoint: str | None = None
     """Hugging Face checkpoint directory to start from; None: random weights from ``seed``."""
     tokenizer: str | None = None
-    """``tokenizer.json`` or a checkpoint directory; None: the checkpoint's own, else a byte-level BPE is trained on the
-    data."""
+    """``tokenizer.json`` or a checkpoint directory; None: the checkpoint's own; without a checkpoint, a byte-level BPE
+    trained on the data."""
     document_mask: bool = False
     """Whether documents in the same window are masked from each other."""
     eval_batches: int = Field(default=1, ge=1)

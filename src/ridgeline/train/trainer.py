@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ridgeline.data.batches import Batch, TextBatches, own_tokenizer, token_ids
+from ridgeline.data.batches import Batch, TextBatches, token_ids, tokenizer_of
 from ridgeline.data.packing import InstructionBatches, load_instructions
 from ridgeline.data.pairs import AnyBatches, HalvedBatches, PairBatches
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into
@@ -90,7 +90,7 @@ def global_batches(e: Experiment, rank: int, world: int) -> AnyBatches:
         return InstructionBatches(
             load_instructions(w, m.vocab_size), w.seq_len, e.batch_size, w.packing, w.seed, w.eval_batches
         )
-    tokens = shared_tokens(w.data, m.vocab_size, w.tokenizer or own_tokenizer(w.checkpoint), rank, world)
+    tokens = shared_tokens(w.data, m.vocab_size, tokenizer_of(w), rank, world)
     length = w.seq_len * (2 if m.is_encoder_decoder else 1)
     text = TextBatches(tokens, length, e.batch_size, m.vocab_size, m.causal, w.seed, w.document_mask, w.eval_batches)
     return HalvedBatches(text, m.start_token) if m.is_encoder_decoder else text
