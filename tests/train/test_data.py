@@ -1,5 +1,6 @@
 """Text to batches: order, labels, masking, tokenizers, the cache, and what unusable sources get."""
 
+import dataclasses
 import importlib.util
 import itertools
 import sys
@@ -263,6 +264,63 @@ def test_a_tokenizer_that_truncates_reads_documents_to_their_end(corpus, tmp_pat
     tokenizer.enable_padding(length=128)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_tokens(str(corpus), 300, str(tmp_path)).ids.tolist()[:-1] == whole
+
+
+def tokens_of(folder, texts, **special):
+    """Documents, tokenized by a tokenizer without our end token but with what ``special`` puts around a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    names = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    if special:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            **special, special_tokens=[(name, i) for i, name in enumerate(names)]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "texts").mkdir()
+    for i, text in enumerate(texts):
+        (folder / "texts" / f"{i}.txt").write_text(text)
+    return load_tokens(str(folder / "texts"), 300, str(folder))
+
+
+TEXTS = ["One roof! And a ridge! " * 8, "Another roof! " * 9, "A step! Of the model! " * 50]
+
+
+@pytest.mark.parametrize("around", ["[CLS] $A", "$A [SEP]", "[CLS] $A [SEP]"])
+def test_documents_are_told_apart_by_what_the_tokenizer_puts_around_them(around, tmp_path):
+    tokens = tokens_of(tmp_path, TEXTS, single=around)
+    batch = TextBatches(tokens, len(tokens.ids) - 1, 1, 300, separate=True).batch(0)
+    lengths = [len(tokens.tokenizer.encode(text).ids) for text in documents(str(tmp_path / "texts"))]
+    assert sum(lengths) == len(tokens.ids)
+    begins = np.flatnonzero(batch.positions[0] == 0)
+    assert np.diff([*begins, len(tokens.ids)]).tolist() == lengths
+    assert batch.documents[0].unique().tolist() == [0, 1, 2]
+
+
+def test_documents_that_nothing_separates_are_not_masked(tmp_path):
+    tokens = tokens_of(tmp_path, TEXTS)
+    with pytest.raises(UserError, match="no token between documents"):
+        TextBatches(tokens, 16, 1, 300, separate=True).batch(0)
+    TextBatches(tokens, 16, 1, 300).batch(0)
+
+
+def test_the_mask_is_the_tokenizers_own_and_special_tokens_are_not_predicted(tmp_path):
+    tokens = tokens_of(tmp_path, TEXTS, single="[CLS] $A [SEP]")
+    names = tokens.tokenizer.get_vocab()
+    tokens = dataclasses.replace(tokens, ids=np.tile(tokens.ids, 20))
+    ids, labels, *_ = TextBatches(tokens, 64, 64, 300, causal=False).batch(0)
+    chosen = labels != IGNORE
+    assert (ids[chosen] == names["[MASK]"]).float().mean() == pytest.approx(0.8, abs=0.08)  # of some 600
+    assert not torch.isin(labels[chosen], torch.tensor([names["[CLS]"], names["[SEP]"]])).any()
+
+
+def test_an_encoder_without_a_mask_token_is_not_trained(corpus):
+    own = load_tokens(str(corpus), 300)
+    bare = Tokenizer.from_str(own.tokenizer.to_str().replace(MASK, "<|another|>"))
+    with pytest.raises(UserError, match=r"no mask token .*\[MASK\]"):
+        TextBatches(dataclasses.replace(own, tokenizer=bare), 16, 4, 300, causal=False).batch(0)
 
 
 def batches_of_slow_ranks(rank, e, slow, timeout):

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +16,14 @@ import torch
 from tokenizers import Encoding, Tokenizer
 
 from ridgeline.data.text import cut, documents
-from ridgeline.data.tokenizer import load_tokenizer
+from ridgeline.data.tokenizer import added_around, load_tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.workload import Training
 
 END, MASK = "<|endoftext|>", "<|mask|>"
+MASKS = (MASK, "[MASK]", "<mask>")
+"""Names of the mask token: ours, BERT's, RoBERTa's."""
 IGNORE = -100
 MAX_CHARACTERS = 4_000_000
 """Characters of text read from one source where a part of it is enough, tokenized in seconds."""
@@ -65,10 +67,32 @@ class Tokens:
     cached: str = ""
     """Name of its directory in the cache; empty: not cached."""
 
-    @property
-    def end(self) -> int:
-        """Id of the end-of-text token."""
-        return self.tokenizer.token_to_id(END) or 0
+    @cached_property
+    def end(self) -> int | None:
+        """The token that ends every document, if one does: the end-of-text token, else what the tokenizer appends."""
+        end: int | None = self.tokenizer.token_to_id(END)
+        return next(reversed(added_around(self.tokenizer)[1]), None) if end is None else end
+
+    @cached_property
+    def begin(self) -> int | None:
+        """The token that the tokenizer puts before every document, if it does."""
+        return next(iter(added_around(self.tokenizer)[0]), None)
+
+    @cached_property
+    def mask(self) -> int:
+        """The mask token. Raises :class:`UserError` where there is none."""
+        found = (self.tokenizer.token_to_id(name) for name in MASKS)
+        mask = next((i for i in found if i is not None), None)
+        if mask is None:
+            raise UserError(f"the tokenizer has no mask token ({', '.join(MASKS)}), from which an encoder learns",
+                            "use the encoder's own tokenizer")  # fmt: skip
+        return mask
+
+    @cached_property
+    def special(self) -> torch.Tensor:
+        """Ids of special tokens."""
+        known = self.tokenizer.get_added_tokens_decoder().items()
+        return torch.tensor([i for i, token in known if token.special], dtype=torch.int64)
 
     @cached_property
     def digest(self) -> str:
@@ -250,8 +274,8 @@ def _cache(name: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
 class TextBatches:
     """Packed batches of text: ``batch(step)`` is a pure function of the seed and the step.
 
-    Causal: labels are the inputs shifted by one. Masked (encoders): 15 % of positions are replaced and predicted, 80 %
-    by the mask token, 10 % by a random one, 10 % kept (Devlin et al. 2019, section 3.1).
+    Causal: labels are the inputs shifted by one. Masked (encoders): 15 % of positions, but none of special tokens, are
+    replaced and predicted, 80 % by the mask token, 10 % by a random one, 10 % kept (Devlin et al. 2019, section 3.1).
     """
 
     tokens: Tokens
@@ -317,30 +341,30 @@ class TextBatches:
         return batch._replace(**self._documents(inputs)) if self.separate else batch
 
     def _documents(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Numbers of the documents in each window, whose end token is their last, and places within them."""
+        """Numbers of the documents in each window, and places within them."""
         begins = torch.zeros_like(ids)
-        begins[:, 1:] = ids[:, :-1] == self.tokens.end
+        if self.tokens.end is not None:
+            begins[:, 1:] = ids[:, :-1] == self.tokens.end
+        elif self.tokens.begin is not None:
+            begins[:, 1:] = ids[:, 1:] == self.tokens.begin
+        else:
+            raise UserError(f"document_mask: the tokenizer puts no token between documents, nor has it {END}",
+                            "leave document_mask out, or give another --workload.tokenizer")  # fmt: skip
         places = torch.arange(ids.shape[1]).expand_as(ids)
         first = torch.where(begins > 0, places, 0).cummax(1).values
         return {"positions": places - first, "documents": begins.cumsum(1)}
 
     def _masked(self, ids: torch.Tensor, step: int) -> Batch:
         g = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 1)
-        chosen = torch.rand(ids.shape, generator=g) < 0.15
+        chosen = (torch.rand(ids.shape, generator=g) < 0.15) & ~torch.isin(ids, self.tokens.special)
         kind = torch.rand(ids.shape, generator=g)
         random = torch.randint(self.vocab_size, ids.shape, generator=g)
-        mask = self.tokens.tokenizer.token_to_id(MASK) or 1
         labels = torch.where(chosen, ids, IGNORE)
-        ids = torch.where(chosen & (kind < 0.8), mask, ids)
+        ids = torch.where(chosen & (kind < 0.8), self.tokens.mask, ids)
         return Batch(torch.where(chosen & (kind >= 0.9), random, ids), labels)
 
 
-_PERMUTATIONS: dict[tuple[int, int, int], np.ndarray] = {}
-
-
+@lru_cache(maxsize=4)
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """The order of ``n`` rows in an epoch."""
-    key = (n, seed, epoch)
-    if key not in _PERMUTATIONS:
-        _PERMUTATIONS[key] = np.random.default_rng((seed, epoch)).permutation(n)
-    return _PERMUTATIONS[key]
+    return np.random.default_rng((seed, epoch)).permutation(n)

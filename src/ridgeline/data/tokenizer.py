@@ -24,3 +24,12 @@ def load_tokenizer(path: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def added_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer itself puts before and behind a text."""
+    encoded = tokenizer.encode("a")
+    added = [sequence is None for sequence in encoded.sequence_ids]
+    first = added.index(False) if False in added else 0
+    last = len(added) - added[::-1].index(False) if False in added else 0
+    return encoded.ids[:first], encoded.ids[last:]
