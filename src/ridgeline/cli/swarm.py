@@ -379,9 +379,10 @@ def train(
                 say(f"interrupted at step {trainer.step}; the peers hold it, and the same command goes on")
         if out is not None and losses:
             from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+            from ridgeline.train.training_loop import write_tokenizer
 
             save_checkpoint(await trainer.model(), out)
-            batches.tokenizer.save(str(out / "tokenizer.json"))
+            write_tokenizer(batches.tokenizer, w, out)
             say(f"written to {out}")
         await trainer.close()
 
