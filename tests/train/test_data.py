@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from tests.training import MODEL, experiment, write_corpus
 from tests.world import world
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -67,6 +68,18 @@ def test_an_epoch_shows_each_sequence_once_and_the_next_in_another_order(tokens)
     seen = [row.numpy() for i in range(last + 1) for row in wide.batch(i)[0]]
     assert sort(seen[: wide.sequences]) == sort(windows[: wide.sequences])
     assert len(seen) > wide.sequences
+
+
+def test_orders_of_past_epochs_are_forgotten(tokens):
+    batches = TextBatches(tokens, 16, 1, 300)
+    for epoch in range(20):
+        batches.batch(epoch * batches.sequences)
+    assert data_batches.permutation.cache_info().currsize < 10
+
+
+def test_a_negative_seed_is_refused(corpus):
+    with pytest.raises(ValidationError, match="seed"):
+        experiment(corpus, seed=-1)
 
 
 def test_held_out_windows_are_never_trained_on(tokens):
@@ -367,6 +380,20 @@ def test_sources_file_directory_and_standard_library(tmp_path, corpus):
     some = list(itertools.islice(documents("stdlib"), 5))
     assert sum(map(len, some)) > 1000
     assert some == list(itertools.islice(documents("stdlib"), 5))
+
+
+def test_what_is_no_text_is_not_read(tmp_path):
+    """Hidden files and those with zero bytes in a directory; one that is named is refused. A byte order mark is none of
+    the text."""
+    folder = tmp_path / "folder"
+    (folder / ".venv").mkdir(parents=True)
+    (folder / ".venv" / "library.py").write_text("hidden")
+    (folder / "mark.txt").write_bytes("\ufeffmarked\r\nlines".encode())
+    (folder / "latin.txt").write_bytes("na\xefve".encode("latin-1"))
+    (folder / "wide.txt").write_text("sixteen bits", encoding="utf-16")
+    assert sorted(documents(str(folder))) == ["marked\nlines", "na\ufffdve"]
+    with pytest.raises(UserError, match=r"wide\.txt is not UTF-8 text"):
+        list(documents(str(folder / "wide.txt")))
 
 
 def test_a_standard_library_that_lies_below_a_test_directory_is_read(tmp_path, monkeypatch):

@@ -18,6 +18,8 @@ from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
 
 _SUFFIXES = {".py", ".txt", ".md", ".rst", ".json", ".jsonl", ".c", ".h", ".cpp", ".js", ".ts", ".html", ".tex"}
+_LOOKED_AT = 8000
+"""Characters at the beginning of a file by which it is text or not, as many as Git looks at."""
 
 
 def documents(source: str, limit: int | None = None) -> Iterator[str]:
@@ -49,8 +51,14 @@ def documents(source: str, limit: int | None = None) -> Iterator[str]:
         (root,) = paths_of(source)
         files = [root]
         if root.is_dir():
-            files = [p for p in root.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()]
+            texts = (p for p in root.rglob("*") if p.suffix.lower() in _SUFFIXES)
+            files = [p for p in texts if not hidden(p, root) and p.is_file()]
         yield from _texts(files, root)
+
+
+def hidden(path: Path, root: Path) -> bool:
+    """Whether a path below a directory is hidden there, or in a hidden one."""
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def cut(texts: Iterable[str], limit: int | None) -> Iterator[str]:
@@ -62,7 +70,8 @@ def cut(texts: Iterable[str], limit: int | None) -> Iterator[str]:
 
 
 def _texts(files: list[Path], root: Path) -> Iterator[str]:
-    """What files hold, in hash order, which mixes kinds of files, so that a prefix is a fair sample of the whole."""
+    """What files hold, in hash order, which mixes kinds of files, so that a prefix is a fair sample of the whole. Bytes
+    that are no UTF-8 become replacement characters; a file in a directory that is no text at all is left out."""
 
     def place(file: Path) -> bytes:
         name = str(file.relative_to(root)) if file != root else file.name
@@ -70,9 +79,13 @@ def _texts(files: list[Path], root: Path) -> Iterator[str]:
 
     for file in sorted(files, key=place):
         try:
-            text = file.read_text(encoding="utf-8", errors="replace")
+            text = file.read_text(encoding="utf-8-sig", errors="replace")
         except OSError as e:
             raise UserError(f"data {file} cannot be read: {e.strerror}") from None
+        if "\0" in text[:_LOOKED_AT]:
+            if file != root:
+                continue
+            raise UserError(f"data {file} is not UTF-8 text: there are zero bytes in it", "convert it, or give another")
         if text.strip():
             yield text
 

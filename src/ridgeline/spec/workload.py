@@ -63,7 +63,7 @@ class Training(_Workload):
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0: no clipping."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     data: str = "stdlib"
     """``stdlib`` (the running Python's own sources and documentation), a file, a directory, or ``hf:NAME``."""
     checkpoint: str | None = None
