@@ -21,10 +21,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from ridgeline.data import batches as data_batches
 from ridgeline.data.batches import END, IGNORE, MASK, TextBatches, load_tokens, train_tokenizer
+from ridgeline.data.packing import load_instructions
 from ridgeline.data.text import PARTS, documents
 from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.workload import FineTune
 from ridgeline.train.trainer import global_batches
 
 
@@ -230,6 +232,18 @@ def test_tokens_are_cached_by_content(tmp_path):
     assert not list(cache_dir().rglob("*.new"))
 
 
+@pytest.mark.parametrize("name", ["ids.npy", "tokenizer.json"])
+def test_a_broken_cache_is_made_again(name, tmp_path):
+    file = write_corpus(tmp_path / "text.txt", lines=60)
+    first = load_tokens(str(file), 300)
+    (kept,) = cache_dir().rglob(name)
+    whole = kept.read_bytes()
+    for size in (0, len(whole) // 2):
+        kept.write_bytes(whole[:size])
+        assert np.array_equal(load_tokens(str(file), 300).ids, first.ids)
+        assert kept.read_bytes() == whole
+
+
 def test_the_same_text_in_other_documents_is_not_served_from_the_cache(tmp_path):
     text = write_corpus(tmp_path / "text.txt", lines=60).read_text()
     for name, parts in (("one", [text]), ("two", [text[:500], text[500:]])):
@@ -433,6 +447,20 @@ def test_a_tokenizer_larger_than_the_model_is_said(tmp_path, corpus):
     train_tokenizer([corpus.read_text()], 380).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="380 entries, the model only 300"):
         load_tokens(str(corpus), 300, str(tmp_path))
+
+
+def test_a_token_beyond_the_model_is_said(tmp_path, corpus):
+    """Of a vocabulary with gaps, which has fewer entries than its largest id."""
+    words = Tokenizer(models.WordLevel({"ridge": 0, "<unk>": 300}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="ids up to 300, the model has 300 tokens"):
+        load_tokens(str(corpus), 300, str(tmp_path))
+    assert load_tokens(str(corpus), 301, str(tmp_path)).ids.max() == 300
+    (tmp_path / "one.jsonl").write_text('{"prompt": "the", "completion": " ridge"}')
+    w = FineTune(data=str(tmp_path / "one.jsonl"), tokenizer=str(tmp_path))
+    with pytest.raises(UserError, match="ids up to 300, the model has 300 tokens"):
+        load_instructions(w, 300)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is installed")

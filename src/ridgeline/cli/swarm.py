@@ -249,7 +249,7 @@ def tune(
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
     seq_len: Annotated[int, typer.Option(min=2)] = 128,
     lr: Annotated[float, typer.Option(min=0)] = 1e-3,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     wire: Format = "blockwise8",
 ) -> None:
     """Train a soft prompt or low-rank updates through blocks that others serve; Ctrl-C saves what there is."""

@@ -212,14 +212,20 @@ def _pieces(text: str) -> Iterator[_Piece]:
         begin = cut
 
 
+def require_within(largest: int, vocab_size: int) -> None:
+    """Raises :class:`UserError` where the largest token id is not one of the model's."""
+    if largest >= vocab_size:
+        raise UserError(f"the tokenizer makes ids up to {largest}, the model has {vocab_size} tokens",
+                        "use the model's own tokenizer")  # fmt: skip
+
+
 def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whole: bool = False) -> Tokens:
     """Tokenize a source, training a byte-level BPE on its first :data:`MAX_CHARACTERS` when no tokenizer is given.
 
     Cached by content. ``whole``: files and directories to their end, not only these first characters; of each other
     source as many.
 
-    Raises :class:`UserError` where there is too little text, or where the tokenizer has more entries than
-    ``vocab_size``.
+    Raises :class:`UserError` where there is too little text, or where the tokenizer has entries beyond ``vocab_size``.
     """
     texts = _sample(source, MAX_CHARACTERS, whole)
     digest = hashlib.sha256()
@@ -239,6 +245,7 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None, whol
             f"the tokenizer has {trained.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"
         )
     ids = _encoded(texts, trained)
+    require_within(int(ids.max(initial=0)), vocab_size)
     try:
         _cache(name, ids, trained)
     except OSError:  # a read-only or full disk: tokenized again next time
@@ -251,7 +258,10 @@ def cached_tokens(name: str, source: str) -> Tokens | None:
     array, vocabulary = _cached_files(name)
     if not name or not array.is_file() or not vocabulary.is_file():
         return None
-    return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source, name)
+    try:
+        return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source, name)
+    except Exception:  # not whole, as after a loss of power
+        return None
 
 
 def _cached_files(name: str) -> tuple[Path, Path]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tokenizers import Encoding, Tokenizer
 
-from ridgeline.data.batches import END, IGNORE, Batch, permutation
+from ridgeline.data.batches import END, IGNORE, Batch, permutation, require_within
 from ridgeline.data.examples import Example, find_template, read_examples, special_tokens, tokenizer_config
 from ridgeline.data.tokenizer import added_around, load_tokenizer
 from ridgeline.spec.errors import UserError
@@ -93,6 +93,7 @@ def load_instructions(w: FineTune, vocab_size: int, whole: bool = False) -> Inst
             dropped += 1
     if not kept:
         raise UserError(f"no example of {w.data} has its answer within seq_len {w.seq_len}", "use a longer seq_len")
+    require_within(max(int(one.ids.max()) for one in kept), vocab_size)
     return Instructions(kept, tokenizer, end or 0, w.data, bad, cut, dropped)
 
 

@@ -127,7 +127,7 @@ class Generate(_Workload):
     output_len: int = Field(default=128, ge=1)
     engine: str = ""
     """Serving software whose host time is included (vllm, vllm-2023, trtllm); empty: the plain torch twin."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     checkpoint: str | None = None
 
 
@@ -198,7 +198,7 @@ class Serve(_Workload):
     kv_cache_share: float | None = Field(default=None, gt=0, le=1)
     """Largest fraction of the device's free memory for the pool; None: nine tenths on a GPU; in a
     computer's memory a quarter, as others may need the rest."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     checkpoint: str | None = None
 
     _newer: ClassVar[tuple[str, ...]] = ("kernels", "shared_prefix")
