@@ -229,6 +229,7 @@ CALLING = '{"messages": [{"role": "assistant", "tool_calls": [{"function": %s}]}
     ("line", "said"),
     [
         ('{"messages": [', "not JSON"),
+        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "not JSON: maximum recursion depth"),
         ('{"messages": []}', "at least one message"),
         ('{"messages": [{"role": "user", "content": "?"}]}', "nothing to learn"),
         ('{"messages": [{"role": "user"}]}', "needs a role and a content"),

@@ -235,7 +235,7 @@ def records(file: Path, skip_bad: bool = False) -> Iterator[tuple[str, Any]]:
         place = f"{file}:{number}"
         try:
             yield place, json.loads(line)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             if not skip_bad:
                 raise UserError(
                     f"{place}: not JSON: {e}", "fix the line, or leave such lines out: --skip-bad"
