@@ -410,6 +410,19 @@ def test_what_is_no_text_is_not_read(tmp_path):
         list(documents(str(folder / "wide.txt")))
 
 
+def test_records_with_a_text_are_documents(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('\n{"text": "one\\nline", "id": 1}\r\n{"text": ""}\n{"text": "half \\ud83c"}\n', encoding="utf-8")
+    assert list(documents(str(file))) == ["one\nline", "half ?"]
+    other = '{"code": "x"}\n{"text": "y"}\n'
+    (tmp_path / "b.jsonl").write_text(other)
+    assert sorted(documents(str(tmp_path))) == ["half ?", "one\nline", other]
+    with file.open("a") as f:
+        f.write('{"txt": "no"}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:5 is not a JSON record"):
+        list(documents(str(file)))
+
+
 def test_a_standard_library_that_lies_below_a_test_directory_is_read(tmp_path, monkeypatch):
     root = tmp_path / "test" / "lib"
     (root / "test").mkdir(parents=True)

@@ -26,7 +26,8 @@ def documents(source: str, limit: int | None = None) -> Iterator[str]:
     """The documents of a data source, in a fixed order.
 
     ``stdlib``: sources and documentation topics of the running Python's standard library; ``stdlib-prose``: its
-    documentation in English, and ``stdlib-code``: its code without that; a text file; a directory of text files;
+    documentation in English, and ``stdlib-code``: its code without that; a text file; a directory of text files, of
+    which ``.jsonl`` ones may hold records with a ``text``, each a document;
     ``hf:NAME``: the ``text`` column of a Hugging Face dataset's train split;
     several of these with commas between them. ``limit``: characters of each that names no file or directory; None: all.
 
@@ -86,8 +87,31 @@ def _texts(files: list[Path], root: Path) -> Iterator[str]:
             if file != root:
                 continue
             raise UserError(f"data {file} is not UTF-8 text: there are zero bytes in it", "convert it, or give another")
-        if text.strip():
-            yield text
+        yield from filter(str.strip, _documents_in(text, file))
+
+
+def _documents_in(text: str, file: Path) -> Iterator[str]:
+    """The ``text`` of every record of JSON lines, if the first one has it; else the text itself."""
+    lines = text.split("\n") if file.suffix.lower() == ".jsonl" else []
+    if _record(next(filter(str.strip, lines), "")) is None:
+        yield text
+        return
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            found = _record(line)
+            if found is None:
+                raise UserError(f"data {file}:{number} is not a JSON record with a text, as the first line is",
+                                "fix the line, or remove it")  # fmt: skip
+            yield found
+
+
+def _record(line: str) -> str | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    text = found.get("text") if isinstance(found, dict) else None
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None  # no half surrogate pairs
 
 
 def paths_of(source: str) -> list[Path]:
