@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from ridgeline import catalog, cli
-from ridgeline.cli.base import ctrl_c_between_steps
+from ridgeline import catalog, cli, experiments
+from ridgeline.cli.base import ctrl_c_between_steps, data_override
 from ridgeline.techniques.matrix import CPU
 
 
@@ -321,6 +321,13 @@ UNWRITABLE = [
     ["ablate", "--out", "{}"], ["ablate", "--report", "{}/report.html"], ["ablate", "--report", "."],
     ["dissect", "--out", "{}", "--plan", "flash"], ["train", "--out", "{}", "--plan", "flash"],
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["2024", "true", "1e5", "[a].txt", "a, b.txt", '"quoted".txt', "c:\\x", "é🏔.txt"])
+def test_data_is_a_text_whatever_it_looks_like(name, tmp_path):
+    file = tmp_path / "e.toml"
+    file.write_text('model = "gpt2"\non = "a100"\n[workload]\nkind = "pretrain"\nseq_len = 128\n')
+    assert experiments.load(file, data_override(name)).workload.data == name
 
 
 @pytest.mark.parametrize("args", UNWRITABLE, ids=" ".join)

@@ -128,6 +128,7 @@ def test_what_a_head_has_learned_is_accepted(corpus, tmp_path):
     model = first.run.model
     base, folder = tmp_path / "base", tmp_path / "head"
     save_checkpoint(model, base)
+    first.run.data.batches.tokenizer.save(str(base / "tokenizer.json"))
     head = make_trainer(experiment(text, "eagle", checkpoint=str(base), **{**fields, "lr": 3e-3}), uneven=False)
     losses = [head.step().loss for _ in range(150)]
     assert losses[-1] < 0.5 * losses[0]

@@ -356,10 +356,16 @@ def test_an_export_is_where_the_next_run_starts(corpus, tmp_path):
     for _ in range(4):
         first.step()
     export(first, save(first, tmp_path / "run", []), tmp_path)
-    again = make_trainer(experiment(corpus, checkpoint=str(tmp_path), tokenizer=str(tmp_path)))
+    again = make_trainer(experiment(corpus, checkpoint=str(tmp_path)))
     ids, labels, *_ = again.run.data.batches.batch(9)
     with torch.no_grad():
         assert float(again.run.call(ids, labels)) == pytest.approx(float(first.run.call(ids, labels)), rel=1e-5)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "vocabulary.json")
+    with pytest.raises(UserError, match=r"has no tokenizer.json, and its weights") as refused:
+        make_trainer(experiment(corpus, checkpoint=str(tmp_path)))
+    assert "--workload.tokenizer" in refused.value.fix
+    named = make_trainer(experiment(corpus, checkpoint=str(tmp_path), tokenizer=str(tmp_path / "vocabulary.json")))
+    assert torch.equal(named.run.data.batches.batch(9).ids, ids)
     shutil.rmtree(tmp_path)
     with pytest.raises(UserError):
         make_trainer(experiment(corpus, checkpoint=str(tmp_path)))

@@ -1,22 +1,32 @@
 """Text to batches: order, labels, masking, tokenizers, the cache, and what unusable sources get."""
 
+import dataclasses
 import importlib.util
 import itertools
+import sys
 import sysconfig
+import time
+import types
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from pydantic import ValidationError
 from tests.training import MODEL, experiment, write_corpus
 from tests.world import world
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from ridgeline.data import batches as data_batches
 from ridgeline.data.batches import END, IGNORE, MASK, TextBatches, load_tokens, train_tokenizer
+from ridgeline.data.packing import load_instructions
 from ridgeline.data.text import PARTS, documents
 from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.workload import FineTune
 from ridgeline.train.trainer import global_batches
 
 
@@ -60,6 +70,18 @@ def test_an_epoch_shows_each_sequence_once_and_the_next_in_another_order(tokens)
     seen = [row.numpy() for i in range(last + 1) for row in wide.batch(i)[0]]
     assert sort(seen[: wide.sequences]) == sort(windows[: wide.sequences])
     assert len(seen) > wide.sequences
+
+
+def test_orders_of_past_epochs_are_forgotten(tokens):
+    batches = TextBatches(tokens, 16, 1, 300)
+    for epoch in range(20):
+        batches.batch(epoch * batches.sequences)
+    assert data_batches.permutation.cache_info().currsize < 10
+
+
+def test_a_negative_seed_is_refused(corpus):
+    with pytest.raises(ValidationError, match="seed"):
+        experiment(corpus, seed=-1)
 
 
 def test_held_out_windows_are_never_trained_on(tokens):
@@ -121,6 +143,77 @@ def test_training_reads_a_file_to_its_end(tmp_path, monkeypatch):
     assert len(load_tokens(str(file), MODEL.vocab_size).ids) < len(batches.tokens.ids) / 2
 
 
+TEXT = (
+    "def ridge(x):\n    return x + 1\n\n\n    # naïve café, 日本語\n\tindented   twice\n"
+    "The  roof   of the model.\r\nA line\n\n\n   \n" + "wide " * 40 + "\n" + "0123456789abcdef" * 30 + "\n"
+)
+
+
+def _bytes_in_words(tokenizer):
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+
+
+def _bytes_between_specials(tokenizer):
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+
+
+def _llama(tokenizer):
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+
+
+def _metaspace(tokenizer):
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+
+
+def _llama_2(tokenizer):
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+
+
+@pytest.mark.parametrize("kind", [_bytes_in_words, _bytes_between_specials, _llama, _metaspace, _llama_2])
+def test_a_document_in_pieces_has_the_tokens_of_the_whole(kind, monkeypatch):
+    """Also where a piece is cut in whitespace or in a word, and what the tokenizer adds to a text it adds once."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    special = ["<unk>", "<s>", "</s>", END]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=special, show_progress=False, max_token_length=12,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    # Of lines, as SentencePiece reads them: a tokenizer without a pre-tokenizer would learn merges across them.
+    tokenizer.train_from_iterator(TEXT.replace(" ", "▁").splitlines(), trainer)
+    kind(tokenizer)
+    long, short = TEXT * 8, "The roof."
+    end = tokenizer.token_to_id(END)
+    whole = [*tokenizer.encode(long).ids, end, *tokenizer.encode(short).ids, end]
+    monkeypatch.setattr(data_batches, "MAX_CHARACTERS", 800)
+    assert data_batches._encoded([long, short], tokenizer).tolist() == whole
+
+
+def test_files_are_read_whole_beside_a_source_without_end(tmp_path, monkeypatch):
+    file, folder = write_corpus(tmp_path / "text.txt", lines=100), tmp_path / "folder"
+    folder.mkdir()
+    write_corpus(folder / "other.txt", lines=200)
+    monkeypatch.setattr(data_batches, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr("ridgeline.data.text._hugging_face", lambda name: itertools.repeat("endless row. "))
+    tokens = load_tokens(f"{file},hf:endless,{folder}", 300, whole=True)
+    texts = tokens.tokenizer.decode(tokens.ids.tolist(), skip_special_tokens=False).split(END)[:-1]
+    assert texts[:3] == [file.read_text(), "endless row. ", (folder / "other.txt").read_text()]
+    assert len("".join(texts[1:2] + texts[3:])) == 1000
+    assert len(load_tokens("hf:endless", 300, whole=True).ids) < 1000
+
+
+def test_empty_rows_of_a_dataset_are_no_documents(monkeypatch):
+    rows = [{"text": "one row"}, {"text": ""}, {"text": None}, {"text": " \n"}, {"text": "another"}]
+    stub = types.SimpleNamespace(load_dataset=lambda name, **options: rows)
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    assert list(documents("hf:rows")) == ["one row", "another"]
+
+
 def test_tokens_are_cached_by_content(tmp_path):
     file = write_corpus(tmp_path / "text.txt", lines=60)
     first = load_tokens(str(file), 300)
@@ -137,6 +230,28 @@ def test_tokens_are_cached_by_content(tmp_path):
     load_tokens(str(file), 320)
     assert len(list(cache_dir().rglob("ids.npy"))) == 3
     assert not list(cache_dir().rglob("*.new"))
+
+
+@pytest.mark.parametrize("name", ["ids.npy", "tokenizer.json"])
+def test_a_broken_cache_is_made_again(name, tmp_path):
+    file = write_corpus(tmp_path / "text.txt", lines=60)
+    first = load_tokens(str(file), 300)
+    (kept,) = cache_dir().rglob(name)
+    whole = kept.read_bytes()
+    for size in (0, len(whole) // 2):
+        kept.write_bytes(whole[:size])
+        assert np.array_equal(load_tokens(str(file), 300).ids, first.ids)
+        assert kept.read_bytes() == whole
+
+
+def test_the_same_text_in_other_documents_is_not_served_from_the_cache(tmp_path):
+    text = write_corpus(tmp_path / "text.txt", lines=60).read_text()
+    for name, parts in (("one", [text]), ("two", [text[:500], text[500:]])):
+        (tmp_path / name).mkdir()
+        for file, part in zip("ab", parts, strict=False):
+            (tmp_path / name / f"{file}.txt").write_text(part)
+    one, two = (load_tokens(str(tmp_path / name), 300) for name in ("one", "two"))
+    assert ((one.ids == one.end).sum(), (two.ids == two.end).sum()) == (1, 2)
 
 
 def test_text_is_read_where_nothing_can_be_cached(tmp_path, monkeypatch):
@@ -168,6 +283,106 @@ def test_ranks_that_tokenize_at_once_do_not_disturb_each_other(corpus):
     assert not list(cache_dir().rglob("*.new"))
 
 
+def test_a_tokenizer_that_truncates_reads_documents_to_their_end(corpus, tmp_path):
+    """Those of encoders often come with the length of their model."""
+    tokenizer = train_tokenizer([corpus.read_text()], 300)
+    whole = tokenizer.encode(corpus.read_text()).ids
+    tokenizer.enable_truncation(64)
+    tokenizer.enable_padding(length=128)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokens(str(corpus), 300, str(tmp_path)).ids.tolist()[:-1] == whole
+
+
+def tokens_of(folder, texts, **special):
+    """Documents, tokenized by a tokenizer without our end token but with what ``special`` puts around a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    names = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    if special:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            **special, special_tokens=[(name, i) for i, name in enumerate(names)]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "texts").mkdir()
+    for i, text in enumerate(texts):
+        (folder / "texts" / f"{i}.txt").write_text(text)
+    return load_tokens(str(folder / "texts"), 300, str(folder))
+
+
+TEXTS = ["One roof! And a ridge! " * 8, "Another roof! " * 9, "A step! Of the model! " * 50]
+
+
+@pytest.mark.parametrize("around", ["[CLS] $A", "$A [SEP]", "[CLS] $A [SEP]"])
+def test_documents_are_told_apart_by_what_the_tokenizer_puts_around_them(around, tmp_path):
+    tokens = tokens_of(tmp_path, TEXTS, single=around)
+    batch = TextBatches(tokens, len(tokens.ids) - 1, 1, 300, separate=True).batch(0)
+    lengths = [len(tokens.tokenizer.encode(text).ids) for text in documents(str(tmp_path / "texts"))]
+    assert sum(lengths) == len(tokens.ids)
+    begins = np.flatnonzero(batch.positions[0] == 0)
+    assert np.diff([*begins, len(tokens.ids)]).tolist() == lengths
+    assert batch.documents[0].unique().tolist() == [0, 1, 2]
+
+
+def test_documents_that_nothing_separates_are_not_masked(tmp_path):
+    tokens = tokens_of(tmp_path, TEXTS)
+    with pytest.raises(UserError, match="no token between documents"):
+        TextBatches(tokens, 16, 1, 300, separate=True).batch(0)
+    TextBatches(tokens, 16, 1, 300).batch(0)
+
+
+def test_the_mask_is_the_tokenizers_own_and_special_tokens_are_not_predicted(tmp_path):
+    tokens = tokens_of(tmp_path, TEXTS, single="[CLS] $A [SEP]")
+    names = tokens.tokenizer.get_vocab()
+    tokens = dataclasses.replace(tokens, ids=np.tile(tokens.ids, 20))
+    ids, labels, *_ = TextBatches(tokens, 64, 64, 300, causal=False).batch(0)
+    chosen = labels != IGNORE
+    assert (ids[chosen] == names["[MASK]"]).float().mean() == pytest.approx(0.8, abs=0.08)  # of some 600
+    assert not torch.isin(labels[chosen], torch.tensor([names["[CLS]"], names["[SEP]"]])).any()
+
+
+def test_an_encoder_without_a_mask_token_is_not_trained(corpus):
+    own = load_tokens(str(corpus), 300)
+    bare = Tokenizer.from_str(own.tokenizer.to_str().replace(MASK, "<|another|>"))
+    with pytest.raises(UserError, match=r"no mask token .*\[MASK\]"):
+        TextBatches(dataclasses.replace(own, tokenizer=bare), 16, 4, 300, causal=False).batch(0)
+
+
+def batches_of_slow_ranks(rank, e, slow, timeout):
+    """The tokens on this rank, and whether it made them itself; making them takes longer than collectives may."""
+    made = []
+
+    def encode(texts, tokenizer):
+        made.append(rank)
+        time.sleep(slow)
+        return encoded(texts, tokenizer)
+
+    encoded, data_batches._encoded = data_batches._encoded, encode
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+    try:
+        batches = global_batches(e, rank, 2)
+        dist.barrier()
+    finally:
+        data_batches._encoded = encoded
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=300))
+    return batches.tokens.ids.tolist(), made
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_ranks_wait_for_text_longer_than_for_collectives(kept, corpus, tmp_path, monkeypatch):
+    """Rank 0 tokenizes for both; where it cannot pass that on, the other one needs as long."""
+    if not kept:
+        (tmp_path / "taken").touch()
+        monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path / "taken"))
+    e = experiment(corpus, ranks=2)
+    (a, first), (b, second) = world(2).run(batches_of_slow_ranks, e, 3.0, 2.0)
+    assert a == b
+    assert (first, second) == ([0], [] if kept else [1])
+
+
 def test_sources_file_directory_and_standard_library(tmp_path, corpus):
     assert list(documents(str(corpus))) == [corpus.read_text()]
     (tmp_path / "tests" / "deep").mkdir(parents=True)
@@ -179,6 +394,33 @@ def test_sources_file_directory_and_standard_library(tmp_path, corpus):
     some = list(itertools.islice(documents("stdlib"), 5))
     assert sum(map(len, some)) > 1000
     assert some == list(itertools.islice(documents("stdlib"), 5))
+
+
+def test_what_is_no_text_is_not_read(tmp_path):
+    """Hidden files and those with zero bytes in a directory; one that is named is refused. A byte order mark is none of
+    the text."""
+    folder = tmp_path / "folder"
+    (folder / ".venv").mkdir(parents=True)
+    (folder / ".venv" / "library.py").write_text("hidden")
+    (folder / "mark.txt").write_bytes("\ufeffmarked\r\nlines".encode())
+    (folder / "latin.txt").write_bytes("na\xefve".encode("latin-1"))
+    (folder / "wide.txt").write_text("sixteen bits", encoding="utf-16")
+    assert sorted(documents(str(folder))) == ["marked\nlines", "na\ufffdve"]
+    with pytest.raises(UserError, match=r"wide\.txt is not UTF-8 text"):
+        list(documents(str(folder / "wide.txt")))
+
+
+def test_records_with_a_text_are_documents(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('\n{"text": "one\\nline", "id": 1}\r\n{"text": ""}\n{"text": "half \\ud83c"}\n', encoding="utf-8")
+    assert list(documents(str(file))) == ["one\nline", "half ?"]
+    other = '{"code": "x"}\n{"text": "y"}\n'
+    (tmp_path / "b.jsonl").write_text(other)
+    assert sorted(documents(str(tmp_path))) == ["half ?", "one\nline", other]
+    with file.open("a") as f:
+        f.write('{"txt": "no"}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:5 is not a JSON record"):
+        list(documents(str(file)))
 
 
 def test_a_standard_library_that_lies_below_a_test_directory_is_read(tmp_path, monkeypatch):
@@ -218,6 +460,20 @@ def test_a_tokenizer_larger_than_the_model_is_said(tmp_path, corpus):
     train_tokenizer([corpus.read_text()], 380).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="380 entries, the model only 300"):
         load_tokens(str(corpus), 300, str(tmp_path))
+
+
+def test_a_token_beyond_the_model_is_said(tmp_path, corpus):
+    """Of a vocabulary with gaps, which has fewer entries than its largest id."""
+    words = Tokenizer(models.WordLevel({"ridge": 0, "<unk>": 300}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="ids up to 300, the model has 300 tokens"):
+        load_tokens(str(corpus), 300, str(tmp_path))
+    assert load_tokens(str(corpus), 301, str(tmp_path)).ids.max() == 300
+    (tmp_path / "one.jsonl").write_text('{"prompt": "the", "completion": " ridge"}')
+    w = FineTune(data=str(tmp_path / "one.jsonl"), tokenizer=str(tmp_path))
+    with pytest.raises(UserError, match="ids up to 300, the model has 300 tokens"):
+        load_instructions(w, 300)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is installed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from tests.train.test_instructions import chat, checkpoint  # noqa: F401  (fixtu
 from typer.testing import CliRunner
 
 from ridgeline.cli import app
+from ridgeline.data.examples import find_template, special_tokens
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.serve.build_engine import ends_of
 from ridgeline.spec.errors import UserError
 from ridgeline.train.adapter_folder import attach, load_adapter
 
@@ -47,6 +50,36 @@ def test_the_best_weights_are_kept(tuned, checkpoint, chat):  # noqa: F811
                      "--eval-every", "3")  # fmt: skip
     assert again["step"] == 12, "there was nothing left to do"
     assert again["losses"] == result["losses"]
+
+
+@pytest.fixture
+def speaking(checkpoint, tmp_path):  # noqa: F811
+    """The checkpoint with a chat template and an end of output, as Hugging Face has them."""
+    folder = shutil.copytree(checkpoint, tmp_path / "speaking")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    return folder
+
+
+def test_a_whole_model_keeps_its_template_and_its_end(speaking, chat, tmp_path):  # noqa: F811
+    """Of its base, but for the template that it has learned."""
+    out = tmp_path / "whole"
+    finetune(speaking, chat, out, "--steps", "1", "--eval-every", "0")
+    learned = (chat.parent / "short.jinja").read_text()
+    assert find_template(None, str(out)).source == learned
+    assert special_tokens(str(out))["eos_token"] == "<|endoftext|>"
+    assert ends_of(str(out)) == {0}
+
+
+def test_a_merged_model_keeps_its_template_and_its_end(tuned, speaking, tmp_path):
+    out = tmp_path / "merged"
+    (speaking / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    got = CliRunner().invoke(app, ["merge", str(speaking), str(tuned[0]), "--out", str(out)])
+    assert got.exit_code == 0, got.output
+    assert find_template(None, str(out)).source == "{{ messages[0].content }}"
+    assert ends_of(str(out)) == {0, 7}
 
 
 def test_data_that_is_missing_is_found_before_a_directory_is_made(checkpoint, tmp_path):  # noqa: F811

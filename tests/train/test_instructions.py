@@ -12,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.training import MODEL, full, write_corpus
 from tests.world import world
+from tokenizers import processors
 
 from ridgeline import catalog, experiments
+from ridgeline.data import packing
 from ridgeline.data.batches import IGNORE, TextBatches, load_tokens
 from ridgeline.data.examples import TEMPLATES, Template, find_template, read_examples
 from ridgeline.data.packing import InstructionBatches, load_instructions, pack
+from ridgeline.data.tokenizer import load_tokenizer
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model import attention
@@ -113,6 +116,15 @@ def test_answers_are_what_the_assistant_says(name):
     assert first.strip() != "Above.", "the end of the turn must be learned too"
 
 
+def test_llama_2_reads_the_system_text_in_the_first_instruction():
+    """As https://github.com/meta-llama/llama builds its prompts (``chat_completion``)."""
+    template = Template(TEMPLATES["llama2"], "llama2", {"bos_token": "<s>", "eos_token": "</s>"})
+    asked, said = CHAT[1]["content"], CHAT[0]["content"]
+    assert CHAT[0]["role"] == "system"
+    text = template.example(CHAT).text
+    assert text.startswith(f"<s>[INST] <<SYS>>\n{said}\n<</SYS>>\n\n{asked} [/INST] Above. </s><s>[INST] And")
+
+
 def test_records_of_every_kind(tmp_path):
     rows = [
         {"instruction": "Add.", "input": "1 2", "output": "3"},
@@ -197,6 +209,13 @@ def test_lines_end_at_newlines_only(tmp_path):
     assert [e.text for e in read_examples(tmp_path / "a.jsonl", None)[0]] == texts
 
 
+def test_half_a_character_is_a_bad_record(tmp_path):
+    whole = {"text": "A whole \U0001f3d4."}  # which json.dumps writes in two halves
+    assert read_examples_of(tmp_path, [whole])[0][0].text == whole["text"]
+    with pytest.raises(UserError, match=r"some.jsonl:2: .* surrogate pair, '\\ud83c'"):
+        read_examples_of(tmp_path, [whole, {"text": "A half \ud83c."}])
+
+
 def read_examples_of(folder, rows):
     file = folder / "some.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -210,6 +229,7 @@ CALLING = '{"messages": [{"role": "assistant", "tool_calls": [{"function": %s}]}
     ("line", "said"),
     [
         ('{"messages": [', "not JSON"),
+        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "not JSON: maximum recursion depth"),
         ('{"messages": []}', "at least one message"),
         ('{"messages": [{"role": "user", "content": "?"}]}', "nothing to learn"),
         ('{"messages": [{"role": "user"}]}', "needs a role and a content"),
@@ -306,6 +326,32 @@ def test_rows_hold_the_examples_and_only_answers_are_labels(checkpoint, chat):
             assert said.strip() == text.split("\na:")[1].strip()
     everything = InstructionBatches(load_instructions(w.model_copy(update={"train_on_prompt": True}), 300), 64, 4)
     assert (everything.batch(3).labels != IGNORE).sum() > (labels != IGNORE).sum()
+
+
+def test_many_examples_keep_their_order(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "AT_ONCE", 7)
+    rows = [{"prompt": "Q", "completion": str(i)} for i in range(20)]
+    (tmp_path / "many.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    e = tuning(checkpoint, tmp_path / "many.jsonl", template=None)
+    data = load_instructions(e.workload, MODEL.vocab_size)
+    assert [data.tokenizer.decode(one.ids.tolist()) for one in data.examples] == [f"Q{i}" for i in range(20)]
+
+
+@pytest.mark.parametrize(("config", "begins"), [(None, True), ({"add_bos_token": True}, True),
+                                                ({"add_bos_token": False}, False)])  # fmt: skip
+def test_an_example_without_a_template_begins_as_the_tokenizer_begins_a_text(config, begins, checkpoint, tmp_path):
+    tokenizer = load_tokenizer(str(checkpoint))
+    tokenizer.add_special_tokens(["<s>"])
+    bos = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    if config:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", **config}))
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "Q", "completion": "A"}))
+    e = tuning(checkpoint, tmp_path / "one.jsonl", template=None, tokenizer=str(tmp_path))
+    (one,) = load_instructions(e.workload, MODEL.vocab_size + 1).examples
+    assert (one.ids[0] == bos) == begins
+    assert one.learned.tolist() == [False] * begins + [False, True, True]
 
 
 def test_no_example_is_both_trained_on_and_held_out(checkpoint, chat):

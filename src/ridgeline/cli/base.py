@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json as js
 import shlex
 import sys
 from pathlib import Path
@@ -85,8 +86,8 @@ def number_of_bytes(option: str, text: str | None) -> int | None:
 
 
 def data_override(data: str | None) -> list[str]:
-    """``--data`` as an override."""
-    return [f"workload.data={data}"] if data else []
+    """``--data`` as an override: a text, even where it looks like a number."""
+    return [f"workload.data={js.dumps(data, ensure_ascii=False)}"] if data else []
 
 
 def store() -> Any:

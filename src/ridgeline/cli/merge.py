@@ -19,6 +19,7 @@ def merge(
     """Merge an adapter into the weights of its base: a plain checkpoint that needs no adapter library."""
     import shutil
 
+    from ridgeline.data.tokenizer import copy_settings
     from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
     from ridgeline.spec.errors import UserError
     from ridgeline.train.adapter_folder import merged_model
@@ -28,8 +29,8 @@ def merge(
             raise UserError(f"--out {out} is the {what} itself", "give another directory")
     require_writable("--out", out)
     save_checkpoint(merged_model(checkpoint, adapter), out)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
-        if (checkpoint / name).is_file():
-            shutil.copy2(checkpoint / name, out / name)
+    if (checkpoint / "tokenizer.json").is_file():
+        shutil.copy2(checkpoint / "tokenizer.json", out / "tokenizer.json")
+    copy_settings(checkpoint, out)
     print(f"written to {out}")
     next_command("serve", out)

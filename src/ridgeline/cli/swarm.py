@@ -249,7 +249,7 @@ def tune(
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
     seq_len: Annotated[int, typer.Option(min=2)] = 128,
     lr: Annotated[float, typer.Option(min=0)] = 1e-3,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     wire: Format = "blockwise8",
 ) -> None:
     """Train a soft prompt or low-rank updates through blocks that others serve; Ctrl-C saves what there is."""
@@ -257,6 +257,7 @@ def tune(
 
     from ridgeline.data.batches import TextBatches, load_tokens, own_tokenizer
     from ridgeline.nn.checkpoint.files import write_tensors
+    from ridgeline.spec.errors import UserError
     from ridgeline.swarm.remote import RemoteModel
     from ridgeline.swarm.session import load_ends
 
@@ -264,7 +265,10 @@ def tune(
     require_writable("--out", file=out)
     ends = load_ends(checkpoint)
     spec = ends.spec
-    text = load_tokens(data, spec.vocab_size, own_tokenizer(str(checkpoint)), whole=True)
+    tokenizer = own_tokenizer(str(checkpoint))
+    if tokenizer is None:
+        raise UserError(f"{checkpoint} has no tokenizer.json", "copy there the one that it was trained with")
+    text = load_tokens(data, spec.vocab_size, tokenizer, whole=True)
     batches = TextBatches(text, seq_len, batch_size, spec.vocab_size, True, seed, False, 0)
     client = _client(checkpoint, join, fleet_secret_file, wire, "", None, _tls(tls_cert, tls_key, tls_ca))
     try:
@@ -375,9 +379,10 @@ def train(
                 say(f"interrupted at step {trainer.step}; the peers hold it, and the same command goes on")
         if out is not None and losses:
             from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+            from ridgeline.train.training_loop import write_tokenizer
 
             save_checkpoint(await trainer.model(), out)
-            batches.tokenizer.save(str(out / "tokenizer.json"))
+            write_tokenizer(batches.tokenizer, w, out)
             say(f"written to {out}")
         await trainer.close()
 

@@ -27,9 +27,10 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "llama2": (
-        "{% for m in messages %}"
-        "{% if m.role == 'system' %}<<SYS>>\n{{ m.content }}\n<</SYS>>\n\n"
-        "{% elif m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% set told = namespace(system='') %}{% for m in messages %}"
+        "{% if m.role == 'system' %}{% set told.system = '<<SYS>>\n' ~ m.content ~ '\n<</SYS>>\n\n' %}"
+        "{% elif m.role == 'user' %}{{ bos_token }}[INST] {{ told.system }}{{ m.content }} [/INST]"
+        "{% set told.system = '' %}"
         "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
     ),
     "alpaca": (
@@ -234,7 +235,7 @@ def records(file: Path, skip_bad: bool = False) -> Iterator[tuple[str, Any]]:
         place = f"{file}:{number}"
         try:
             yield place, json.loads(line)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             if not skip_bad:
                 raise UserError(
                     f"{place}: not JSON: {e}", "fix the line, or leave such lines out: --skip-bad"
@@ -255,7 +256,7 @@ def read_examples(
         try:
             if isinstance(record, BadRecord):
                 raise record
-            examples.append(_example(record, template, place))
+            examples.append(_readable(_example(record, template, place)))
         except BadRecord as e:
             if not skip_bad:
                 fix = "fix the record, or leave such records out: --skip-bad"
@@ -264,6 +265,15 @@ def read_examples(
     if not examples:
         raise UserError(f"{file} holds no usable example", bad[0][1] if bad else "write one record a line")
     return examples, bad
+
+
+def _readable(example: Example) -> Example:
+    """The example, unless tokenizers cannot read it."""
+    try:
+        example.text.encode()
+    except UnicodeEncodeError as e:
+        raise BadRecord(f"its text holds half of a surrogate pair, {example.text[e.start]!a}") from None
+    return example
 
 
 def _example(record: Any, template: Template | None, place: str) -> Example:

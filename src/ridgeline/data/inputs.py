@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ridgeline.data.text import paths_of
+from ridgeline.data.text import hidden, paths_of
 
 STATE_LENGTH = 8
 
@@ -44,5 +44,5 @@ def _texts(workload: Any) -> Iterator[str]:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    files = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+    files = (p for p in path.rglob("*") if not hidden(p, path))
     return sorted(p for p in files if p.is_file())

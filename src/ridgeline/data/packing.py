@@ -6,20 +6,23 @@ The order depends on the seed and the step alone, so any step can be resumed exa
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from ridgeline.data.batches import END, IGNORE, Batch, permutation
+from ridgeline.data.batches import END, IGNORE, Batch, permutation, require_within
 from ridgeline.data.examples import Example, find_template, read_examples, special_tokens, tokenizer_config
-from ridgeline.data.tokenizer import load_tokenizer
+from ridgeline.data.tokenizer import added_around, load_tokenizer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.workload import FineTune
 
+AT_ONCE = 1000
+"""Number of examples that are tokenized at once."""
 OPEN_ROWS = 64
 """Number of open rows that an example may be added to while packing."""
 
@@ -77,11 +80,10 @@ def load_instructions(w: FineTune, vocab_size: int, whole: bool = False) -> Inst
     examples, bad = read_examples(Path(w.data).expanduser(), find_template(w.template, folder), w.skip_bad)
     special = special_tokens(folder)
     end = next((i for t in (special["eos_token"], END) if t and (i := tokenizer.token_to_id(t)) is not None), None)
-    first = tokenizer.token_to_id(special["bos_token"]) if tokenizer_config(folder).get("add_bos_token") else None
+    first = _first(tokenizer, folder, special["bos_token"])
     kept, cut, dropped = [], 0, 0
-    encoded = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
-    for example, tokens in zip(examples, encoded, strict=True):
-        one = _tokenized(example, tokens.ids, tokens.offsets, first if example.ends else None, end, w.train_on_prompt)
+    for example, tokens in zip(examples, _encoded(examples, tokenizer), strict=True):
+        one = _tokenized(example, tokens.ids, tokens.offsets, first if example.ends else [], end, w.train_on_prompt)
         if len(one.ids) > w.seq_len + 1 and not whole:
             one = Tokenized(one.ids[: w.seq_len + 1], one.learned[: w.seq_len + 1])
             cut += 1
@@ -91,14 +93,30 @@ def load_instructions(w: FineTune, vocab_size: int, whole: bool = False) -> Inst
             dropped += 1
     if not kept:
         raise UserError(f"no example of {w.data} has its answer within seq_len {w.seq_len}", "use a longer seq_len")
+    require_within(max(int(one.ids.max()) for one in kept), vocab_size)
     return Instructions(kept, tokenizer, end or 0, w.data, bad, cut, dropped)
+
+
+def _first(tokenizer: Tokenizer, folder: str | None, bos: str) -> list[int]:
+    """What a text without a chat template begins with: as ``tokenizer_config.json`` says, else as the tokenizer."""
+    wanted = tokenizer_config(folder).get("add_bos_token")
+    if wanted is None:
+        return added_around(tokenizer)[0]
+    found = tokenizer.token_to_id(bos) if wanted else None
+    return [] if found is None else [found]
+
+
+def _encoded(examples: list[Example], tokenizer: Tokenizer) -> Iterator[Encoding]:
+    """Some at a time: what the tokenizer returns of a text takes a hundred times its memory."""
+    for at in range(0, len(examples), AT_ONCE):
+        yield from tokenizer.encode_batch([e.text for e in examples[at : at + AT_ONCE]], add_special_tokens=False)
 
 
 def _tokenized(
     example: Example,
     ids: list[int],
     offsets: list[tuple[int, int]],
-    first: int | None,
+    first: list[int],
     end: int | None,
     all_of_it: bool,
 ) -> Tokenized:
@@ -108,8 +126,8 @@ def _tokenized(
     for a, b in [(0, len(example.text))] if all_of_it else example.learned:
         learned |= (starts >= a) & (starts < b)
     tokens, marks = list(ids), learned.tolist()
-    if first is not None and tokens[:1] != [first]:
-        tokens, marks = [first, *tokens], [False, *marks]
+    if tokens[: len(first)] != first:
+        tokens, marks = [*first, *tokens], [False] * len(first) + marks
     if example.ends and end is not None:
         tokens, marks = [*tokens, end], [*marks, True]
     return Tokenized(np.asarray(tokens, np.int64), np.asarray(marks, bool))

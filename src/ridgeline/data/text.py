@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 
@@ -18,48 +18,100 @@ from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
 
 _SUFFIXES = {".py", ".txt", ".md", ".rst", ".json", ".jsonl", ".c", ".h", ".cpp", ".js", ".ts", ".html", ".tex"}
+_LOOKED_AT = 8000
+"""Characters at the beginning of a file by which it is text or not, as many as Git looks at."""
 
 
-def documents(source: str) -> Iterator[str]:
+def documents(source: str, limit: int | None = None) -> Iterator[str]:
     """The documents of a data source, in a fixed order.
 
     ``stdlib``: sources and documentation topics of the running Python's standard library; ``stdlib-prose``: its
-    documentation in English, and ``stdlib-code``: its code without that; a text file; a directory of text files;
+    documentation in English, and ``stdlib-code``: its code without that; a text file; a directory of text files, of
+    which ``.jsonl`` ones may hold records with a ``text``, each a document;
     ``hf:NAME``: the ``text`` column of a Hugging Face dataset's train split;
-    several of these with commas between them.
+    several of these with commas between them. ``limit``: characters of each that names no file or directory; None: all.
 
     Raises :class:`UserError` when there is nothing to read.
     """
     parts = _parts(source)
     if len(parts) > 1:  # one document of each in turn
-        rows = zip_longest(*map(documents, parts))
+        rows = zip_longest(*(documents(part, limit) for part in parts))
         yield from (text for row in rows for text in row if text is not None)
         return
     (source,) = parts
     if source.startswith("hf:"):
-        yield from _hugging_face(source[3:])
-        return
-    if source in PARTS:
-        yield from _part_of_stdlib(source)
-        return
-    if source == "stdlib":
+        yield from cut(_hugging_face(source[3:]), limit)
+    elif source in PARTS:
+        yield from cut(_part_of_stdlib(source), limit)
+    elif source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         skipped = {"site-packages", "test", "tests"}
         files = [p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts)]
+        yield from cut(_texts(files, root), limit)
     else:
         (root,) = paths_of(source)
         files = [root]
         if root.is_dir():
-            files = [p for p in root.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()]
-    # Hash order mixes kinds of files, so that a prefix is a fair sample of the whole.
-    files.sort(key=lambda p: hashlib.md5(str(p.relative_to(root) if p != root else p.name).encode()).digest())
-    for path in files:
+            texts = (p for p in root.rglob("*") if p.suffix.lower() in _SUFFIXES)
+            files = [p for p in texts if not hidden(p, root) and p.is_file()]
+        yield from _texts(files, root)
+
+
+def hidden(path: Path, root: Path) -> bool:
+    """Whether a path below a directory is hidden there, or in a hidden one."""
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def cut(texts: Iterable[str], limit: int | None) -> Iterator[str]:
+    """Texts up to ``limit`` characters together, the last one cut there; None: all."""
+    for text in texts:
+        yield text if limit is None else text[:limit]
+        if limit is not None and (limit := limit - len(text)) <= 0:
+            return
+
+
+def _texts(files: list[Path], root: Path) -> Iterator[str]:
+    """What files hold, in hash order, which mixes kinds of files, so that a prefix is a fair sample of the whole. Bytes
+    that are no UTF-8 become replacement characters; a file in a directory that is no text at all is left out."""
+
+    def place(file: Path) -> bytes:
+        name = str(file.relative_to(root)) if file != root else file.name
+        return hashlib.md5(name.encode("utf-8", "surrogateescape")).digest()
+
+    for file in sorted(files, key=place):
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
+            text = file.read_text(encoding="utf-8-sig", errors="replace")
         except OSError as e:
-            raise UserError(f"data {path} cannot be read: {e.strerror}") from None
-        if text.strip():
-            yield text
+            raise UserError(f"data {file} cannot be read: {e.strerror}") from None
+        if "\0" in text[:_LOOKED_AT]:
+            if file != root:
+                continue
+            raise UserError(f"data {file} is not UTF-8 text: there are zero bytes in it", "convert it, or give another")
+        yield from filter(str.strip, _documents_in(text, file))
+
+
+def _documents_in(text: str, file: Path) -> Iterator[str]:
+    """The ``text`` of every record of JSON lines, if the first one has it; else the text itself."""
+    lines = text.split("\n") if file.suffix.lower() == ".jsonl" else []
+    if _record(next(filter(str.strip, lines), "")) is None:
+        yield text
+        return
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            found = _record(line)
+            if found is None:
+                raise UserError(f"data {file}:{number} is not a JSON record with a text, as the first line is",
+                                "fix the line, or remove it")  # fmt: skip
+            yield found
+
+
+def _record(line: str) -> str | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    text = found.get("text") if isinstance(found, dict) else None
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None  # no half surrogate pairs
 
 
 def paths_of(source: str) -> list[Path]:
@@ -155,4 +207,5 @@ def _hugging_face(name: str) -> Iterator[str]:
     for row in rows:
         if "text" not in row:
             raise UserError(f"dataset {name!r} has no column 'text'", f"its columns: {', '.join(row)}")
-        yield row["text"]
+        if row["text"] and row["text"].strip():
+            yield row["text"]

@@ -63,14 +63,14 @@ class Training(_Workload):
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0: no clipping."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     data: str = "stdlib"
     """``stdlib`` (the running Python's own sources and documentation), a file, a directory, or ``hf:NAME``."""
     checkpoint: str | None = None
     """Hugging Face checkpoint directory to start from; None: random weights from ``seed``."""
     tokenizer: str | None = None
-    """``tokenizer.json`` or a checkpoint directory; None: the checkpoint's own, else a byte-level BPE is trained on the
-    data."""
+    """``tokenizer.json`` or a checkpoint directory; None: the checkpoint's own; without a checkpoint, a byte-level BPE
+    trained on the data."""
     document_mask: bool = False
     """Whether documents in the same window are masked from each other."""
     eval_batches: int = Field(default=1, ge=1)
@@ -127,7 +127,7 @@ class Generate(_Workload):
     output_len: int = Field(default=128, ge=1)
     engine: str = ""
     """Serving software whose host time is included (vllm, vllm-2023, trtllm); empty: the plain torch twin."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     checkpoint: str | None = None
 
 
@@ -198,7 +198,7 @@ class Serve(_Workload):
     kv_cache_share: float | None = Field(default=None, gt=0, le=1)
     """Largest fraction of the device's free memory for the pool; None: nine tenths on a GPU; in a
     computer's memory a quarter, as others may need the rest."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     checkpoint: str | None = None
 
     _newer: ClassVar[tuple[str, ...]] = ("kernels", "shared_prefix")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ridgeline.data.batches import Batch, TextBatches, load_tokens, own_tokenizer, token_ids
+from ridgeline.data.batches import Batch, TextBatches, token_ids, tokenizer_of
 from ridgeline.data.packing import InstructionBatches, load_instructions
 from ridgeline.data.pairs import AnyBatches, HalvedBatches, PairBatches
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into
@@ -29,6 +29,7 @@ from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.registry import require_sides, resolve
 from ridgeline.techniques.technique import PHASES, Technique
 from ridgeline.train.loader import Loader, Prepared, prepared, send, to_device
+from ridgeline.train.shared_text import shared_tokens
 
 
 def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:
@@ -89,11 +90,7 @@ def global_batches(e: Experiment, rank: int, world: int) -> AnyBatches:
         return InstructionBatches(
             load_instructions(w, m.vocab_size), w.seq_len, e.batch_size, w.packing, w.seed, w.eval_batches
         )
-    if rank > 0:
-        dist.barrier()
-    tokens = load_tokens(w.data, m.vocab_size, w.tokenizer or own_tokenizer(w.checkpoint), whole=True)
-    if rank == 0 and world > 1:
-        dist.barrier()
+    tokens = shared_tokens(w.data, m.vocab_size, tokenizer_of(w), rank, world)
     length = w.seq_len * (2 if m.is_encoder_decoder else 1)
     text = TextBatches(tokens, length, e.batch_size, m.vocab_size, m.causal, w.seed, w.document_mask, w.eval_batches)
     return HalvedBatches(text, m.start_token) if m.is_encoder_decoder else text

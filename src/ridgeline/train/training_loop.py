@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenizers import Tokenizer
 
+from ridgeline.data.examples import find_template
 from ridgeline.data.packing import Instructions
+from ridgeline.data.tokenizer import copy_settings
 from ridgeline.jobs.job import Progress, RankContext, TrainOptions
 from ridgeline.nn.memory.tiled import whole_weights
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.workload import FineTune, Training
 from ridgeline.techniques.registry import copies_every, techniques_of
 from ridgeline.train.budget import Budget
 from ridgeline.train.trainer import Trainer
@@ -192,7 +196,18 @@ def export(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
     model.load_state_dict(plain, assign=True, strict=not trainer.experiment.model.tie_embeddings)
     model.tie()
     save_checkpoint(model, folder)
-    trainer.run.data.batches.tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokenizer(trainer.run.data.batches.tokenizer, trainer.workload, folder)
+
+
+def write_tokenizer(tokenizer: Tokenizer, w: Training, folder: Path) -> None:
+    """Write a trained model's tokenizer, and beside it what its checkpoint has there; a chat template that the workload
+    names takes the place of the checkpoint's."""
+    for source in filter(None, (w.checkpoint, w.tokenizer)):
+        copy_settings(Path(source), folder)
+    template = find_template(w.template, None) if isinstance(w, FineTune) and w.instructions else None
+    if template:
+        (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_adapter(trainer: Trainer, checkpoint: Path, folder: Path) -> None:

@@ -27,7 +27,7 @@ from ridgeline.techniques.parallel.zero import Zero
 from ridgeline.techniques.precision.mixed_precision import MixedPrecision
 from ridgeline.techniques.registry import has, of_kind, resolve
 from ridgeline.train.trainer import StepStats, global_batches, whole_model
-from ridgeline.train.training_loop import plain_state
+from ridgeline.train.training_loop import plain_state, write_tokenizer
 
 
 class DeepSpeed:
@@ -131,7 +131,7 @@ class DeepSpeed:
         model.load_state_dict(plain_state(self.experiment, state), assign=True)
         model.tie()
         save_checkpoint(model, folder)
-        self.batches.tokenizer.save(str(folder / "tokenizer.json"))
+        write_tokenizer(self.batches.tokenizer, self.experiment.training, folder)
 
 
 def configuration(e: Experiment, cpu: bool) -> dict[str, Any]:

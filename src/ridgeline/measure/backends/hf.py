@@ -27,6 +27,7 @@ from ridgeline.techniques.precision.mixed_precision import MixedPrecision
 from ridgeline.techniques.registry import has, of_kind, resolve
 from ridgeline.train.adapter_folder import adapting, save_adapter
 from ridgeline.train.trainer import StepStats, global_batches, whole_model
+from ridgeline.train.training_loop import write_tokenizer
 
 
 class HuggingFace:
@@ -117,7 +118,7 @@ class HuggingFace:
         """Write the model and its tokenizer."""
         if self.rank == 0:
             self.model.save_pretrained(folder)
-            self.batches.tokenizer.save(str(folder / "tokenizer.json"))
+            write_tokenizer(self.batches.tokenizer, self.experiment.training, folder)
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
