@@ -44,9 +44,10 @@ def site(store):
         yield served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """Chromium as the system has it: nothing is downloaded."""
+    """Chromium as the system has it: nothing is downloaded. While Playwright runs, no other event loop can: a process
+    may go on with tests of something else."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("no chromium on this machine: pages are not tested here")
