@@ -4,11 +4,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 
 import pytest
+import typer
 from tests.serve.running import CONTEXT
 from tests.serve.running import process as start
 from tests.serve.test_reliability import LONG, call, error, opened
@@ -90,6 +92,12 @@ def run(*args):
     app(list(map(str, args)), standalone_mode=False)
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_a_drain_has_an_end(folder, seconds):
+    with pytest.raises(typer.BadParameter):
+        run("serve", folder, "--drain-timeout", seconds)
+
+
 def test_other_machines_are_let_in_with_a_key_only(folder):
     with pytest.raises(UserError, match="no key"):
         run("serve", folder, "--host", "0.0.0.0")
@@ -121,6 +129,11 @@ def test_no_application_takes_such_a_key(key):
 def test_a_taken_port_is_told(folder, server):
     with pytest.raises(UserError, match="cannot listen"):
         run("serve", folder, "--port", server.url.rsplit(":", 1)[1], "--kv-cache", "1MB")
+
+
+def test_a_taken_port_is_told_before_the_checkpoint_is_read(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen"):
+        run("serve", tmp_path, "--port", taken.getsockname()[1])
 
 
 def test_generate_prints_one_prompt(folder, capsys):
