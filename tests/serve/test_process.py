@@ -167,7 +167,7 @@ def test_generate_goes_on_where_it_stopped(folder, tmp_path):
     # As if it had been killed in the middle of a line.
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:3]) + lines[3][:10])
-    kept = out.read_bytes()[: len(b"".join(lines[:3]))]
+    kept = b"".join(line for line in lines[:3] if b'"outputs"' in line)
     run("generate", folder, *options)
     assert out.read_bytes().startswith(kept)
     assert records_of(out) == whole
@@ -182,6 +182,22 @@ def test_a_file_that_holds_no_results_stays_as_it_is(folder, tmp_path, text):
     with pytest.raises(UserError, match="not a file of results"):
         run("generate", folder, "--input", given, "--out", out)
     assert out.read_text() == text
+
+
+def test_prompts_that_failed_are_tried_again(folder, tmp_path):
+    """Each id has one line; what failed and is not asked for now stays."""
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    options = ["--input", given, "--out", out, "--max-tokens", 1]
+    given.write_text(json.dumps({"prompt": "x" * (CONTEXT + 1)}) + '\n{"prompt": "b"}')
+    run("generate", folder, *options)
+    good = next(line for line in out.read_text().splitlines() if "outputs" in line)
+    other = '{"id": "other", "error": "too long"}'
+    out.write_text(f"{out.read_text()}{other}")
+    given.write_text('{"prompt": "shorter"}\n{"prompt": "b"}')
+    run("generate", folder, *options)
+    assert out.read_text().splitlines()[:2] == [good, other]
+    assert [r["id"] for r in map(json.loads, out.read_text().splitlines())] == ["2", "other", "1"]
+    assert records_of(out)["1"]["prompt"] == "shorter"
 
 
 def test_a_result_whose_line_has_no_end_is_kept(folder, tmp_path):
