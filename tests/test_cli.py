@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from ridgeline import catalog, cli
+from ridgeline import catalog, cli, experiments
 from ridgeline.cli.base import ctrl_c_between_steps
+from ridgeline.cli.other_options import OTHERS
+from ridgeline.spec.plan import Plan
 from ridgeline.techniques.matrix import CPU
+from ridgeline.techniques.registry import make
 
 
 @pytest.fixture
@@ -70,6 +73,22 @@ def test_help_names_every_command():
     for command in ("probe", "predict", "bench", "ablate", "dissect", "train", "runs", "compare", "report",
                     "techniques", "models", "devices"):  # fmt: skip
         assert command in done.stdout
+
+
+@pytest.mark.parametrize(("command", "option"), [(c, o) for c, others in OTHERS.items() for o in others])
+def test_an_option_of_another_program_is_refused_with_what_does_it_here(command, option, ridgeline):
+    """And that is taken."""
+    here = OTHERS[command][option][0]
+    for spelled in (f"--{option}", f"--{option.replace('-', '_')}"):
+        code, out, err = ridgeline(command, ".", spelled, "2")
+        assert (code, out) == (2, "")
+        assert err.splitlines()[-1].startswith(f"Error: No such option: {spelled}. Here it is `{here}`")
+    needed = ["--data", "stdlib", "--out", "out"] if command == "finetune" else []
+    words = here.replace("=N", "=4").replace(" N", " 4").replace("X", "0.001").split()
+    parsed = get_command(cli.app).commands[command].make_context(command, [".", *needed, *words]).params
+    for call in parsed.get("with_") or ():
+        make(Plan.parse([call]).calls[0])
+    experiments.load(FILE, parsed.get("overrides"))
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
