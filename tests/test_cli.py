@@ -76,7 +76,7 @@ def test_help_names_every_command():
 
 
 @pytest.mark.parametrize(("command", "option"), [(c, o) for c, others in OTHERS.items() for o in others])
-def test_an_option_of_another_program_is_refused_with_what_does_it_here(command, option, ridgeline):
+def test_an_option_of_another_program_is_refused_with_what_does_it_here(command, option, ridgeline, tmp_path):
     """And that is taken."""
     here = OTHERS[command][option][0]
     for spelled in (f"--{option}", f"--{option.replace('-', '_')}"):
@@ -88,7 +88,9 @@ def test_an_option_of_another_program_is_refused_with_what_does_it_here(command,
     parsed = get_command(cli.app).commands[command].make_context(command, [".", *needed, *words]).params
     for call in parsed.get("with_") or ():
         make(Plan.parse([call]).calls[0])
-    experiments.load(FILE, parsed.get("overrides"))
+    file = tmp_path / "e.toml"
+    file.write_text('model = "gpt2"\non = "a100"\n[workload]\nkind = "pretrain"\nseq_len = 64\nbatch_size = 4')
+    assert experiments.load(file, parsed.get("overrides"))
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
