@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import signal
 import subprocess
@@ -73,6 +74,14 @@ def test_help_names_every_command():
     for command in ("probe", "predict", "bench", "ablate", "dissect", "train", "runs", "compare", "report",
                     "techniques", "models", "devices"):  # fmt: skip
         assert command in done.stdout
+
+
+def test_a_locale_that_lacks_a_sign_gets_another():
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    done = subprocess.run([sys.executable, "-m", "ridgeline", "techniques"], capture_output=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"?" in done.stdout
+    done.stdout.decode("ascii")
 
 
 @pytest.mark.parametrize(("command", "option"), [(c, o) for c, others in OTHERS.items() for o in others])

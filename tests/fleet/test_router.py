@@ -296,13 +296,15 @@ def test_keys_come_as_servers_take_them_and_only_the_members_own_goes_on(headers
         a = Stub("a")
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
         more = {"tenants": Tenants([Tenant("x", "kx")]), "member_key": "in"} if tenants else {"member_key": "kx"}
-        async with fleet([a], **more) as (_, session, url):
-            async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
-                assert answer.status == status
-                if status == 401:
-                    told = await answer.json()
-                    assert (told["type"], told["error"]["type"], told["error"]["code"]) == (
-                        "error", "authentication_error", "invalid_api_key")  # fmt: skip
+        async with (
+            fleet([a], **more) as (_, session, url),
+            session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer,
+        ):
+            assert answer.status == status
+            if status == 401:
+                told = await answer.json()
+                assert told["type"] == "error"
+                assert (told["error"]["type"], told["error"]["code"]) == ("authentication_error", "invalid_api_key")
         assert a.keys == ([([f"Bearer {more['member_key']}"], [])] if status == 200 else [])
 
     run(test)

@@ -83,8 +83,9 @@ class Router:
 
     async def _session(self, app: web.Application) -> AsyncIterator[None]:
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE), auto_decompress=False, skip_auto_headers=["Accept-Encoding"]
-        ) as self.session:
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE), auto_decompress=False,
+            skip_auto_headers=["Accept-Encoding"],
+        ) as self.session:  # fmt: skip
             watch = asyncio.create_task(self.members.watch(self.session))
             yield
             watch.cancel()
