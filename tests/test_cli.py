@@ -76,6 +76,16 @@ def test_help_names_every_command():
         assert command in done.stdout
 
 
+def test_a_calibration_that_fits_nothing_keeps_no_profile(ridgeline, tmp_path):
+    rows, out = tmp_path / "gemm.csv", tmp_path / "device.toml"
+    rows.write_text("device,dtype,m,n,k,seconds\na100-80g-sxm,bf16,64,64,64,1e-5\n")
+    code, _, err = ridgeline("calibrate", str(rows), "--device", "a100-80g-sxm", "--out", str(out))
+    assert code == 1
+    assert "too few rows of any family" in err
+    assert "kept in" not in err
+    assert not out.exists()
+
+
 def test_a_locale_that_lacks_a_sign_gets_another():
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
     done = subprocess.run([sys.executable, "-m", "ridgeline", "techniques"], capture_output=True, env=environment)
