@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,7 +14,10 @@ from typer.main import get_command
 
 from ridgeline import catalog, cli, experiments
 from ridgeline.cli.base import ctrl_c_between_steps, data_override
+from ridgeline.cli.other_options import OTHERS
+from ridgeline.spec.plan import Plan
 from ridgeline.techniques.matrix import CPU
+from ridgeline.techniques.registry import make
 
 
 @pytest.fixture
@@ -70,6 +74,42 @@ def test_help_names_every_command():
     for command in ("probe", "predict", "bench", "ablate", "dissect", "train", "runs", "compare", "report",
                     "techniques", "models", "devices"):  # fmt: skip
         assert command in done.stdout
+
+
+def test_a_calibration_that_fits_nothing_keeps_no_profile(ridgeline, tmp_path):
+    rows, out = tmp_path / "gemm.csv", tmp_path / "device.toml"
+    rows.write_text("device,dtype,m,n,k,seconds\na100-80g-sxm,bf16,64,64,64,1e-5\n")
+    code, _, err = ridgeline("calibrate", str(rows), "--device", "a100-80g-sxm", "--out", str(out))
+    assert code == 1
+    assert "too few rows of any family" in err
+    assert "kept in" not in err
+    assert not out.exists()
+
+
+def test_a_locale_that_lacks_a_sign_gets_another():
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    done = subprocess.run([sys.executable, "-m", "ridgeline", "techniques"], capture_output=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"?" in done.stdout
+    done.stdout.decode("ascii")
+
+
+@pytest.mark.parametrize(("command", "option"), [(c, o) for c, others in OTHERS.items() for o in others])
+def test_an_option_of_another_program_is_refused_with_what_does_it_here(command, option, ridgeline, tmp_path):
+    """And that is taken."""
+    here = OTHERS[command][option][0]
+    for spelled in (f"--{option}", f"--{option.replace('-', '_')}"):
+        code, out, err = ridgeline(command, ".", spelled, "2")
+        assert (code, out) == (2, "")
+        assert err.splitlines()[-1].startswith(f"Error: No such option: {spelled}. Here it is `{here}`")
+    needed = ["--data", "stdlib", "--out", "out"] if command == "finetune" else []
+    words = here.replace("=N", "=4").replace(" N", " 4").replace("X", "0.001").split()
+    parsed = get_command(cli.app).commands[command].make_context(command, [".", *needed, *words]).params
+    for call in parsed.get("with_") or ():
+        make(Plan.parse([call]).calls[0])
+    file = tmp_path / "e.toml"
+    file.write_text('model = "gpt2"\non = "a100"\n[workload]\nkind = "pretrain"\nseq_len = 64\nbatch_size = 4')
+    assert experiments.load(file, parsed.get("overrides"))
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_a_fleet_of_processes(checkpoint, tmp_path):
 
 
 OPTIONS = [(["--drain-timeout", "90"], 90), (["--drain-timeout=5"], 5), ([], 30), (["--drain-timeout"], 30),
-           (["--drain-timeout", "x"], 30)]  # fmt: skip
+           *((["--drain-timeout", x], 30) for x in ("x", "nan", "inf", "-1"))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "seconds"), OPTIONS)

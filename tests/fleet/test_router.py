@@ -5,6 +5,7 @@ import contextlib
 import json
 
 import pytest
+import uvicorn
 
 aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
@@ -15,6 +16,7 @@ from ridgeline.fleet.members import Member, Members  # noqa: E402
 from ridgeline.fleet.policies import PIECE, LeastLoaded, PrefixAware, Random  # noqa: E402
 from ridgeline.fleet.router import Limits, Router, has_token  # noqa: E402
 from ridgeline.fleet.tenants import Tenant, Tenants, load_tenants  # noqa: E402
+from ridgeline.serve.http import OPEN  # noqa: E402
 from ridgeline.spec.errors import UserError  # noqa: E402
 
 
@@ -22,7 +24,7 @@ class Stub:
     """A server whose answers are told beforehand: ok, full, or broken before the first token, or after it."""
 
     def __init__(self, name, models=("m",)):
-        self.name, self.models, self.mode, self.asked = name, models, "ok", []
+        self.name, self.models, self.mode, self.asked, self.keys = name, models, "ok", [], []
         self.more = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -65,6 +67,7 @@ class Stub:
     async def chat(self, request):
         body = await request.json()
         self.asked.append((body, request.headers.get("Authorization")))
+        self.keys.append((request.headers.getall("Authorization", []), request.headers.getall("X-Api-Key", [])))
         if self.mode == "full":
             return web.json_response({"error": {"message": "full"}}, status=429)
         await self.gate.wait()
@@ -278,6 +281,67 @@ def test_tenants_and_keys():
             assert (await first)[0] == 200
             assert (await ask(session, url, key="ky"))[0] == 200
             assert {key for _, key in a.asked} == {"Bearer inner"}
+
+    run(test)
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"x-api-key": "kx"}, 200), ({"authorization": "bearer kx"}, 200), ({"authorization": "Bearer  kx "}, 200),
+    ({"authorization": "kx"}, 401), ({"authorization": "Basic kx"}, 401), ({"x-api-key": "ky"}, 401)])  # fmt: skip
+@pytest.mark.parametrize("tenants", [True, False])
+def test_keys_come_as_servers_take_them_and_only_the_members_own_goes_on(headers, status, tenants):
+    """As clients of OpenAI's API and of Anthropic's send them, which read an error each in its own way."""
+
+    async def test():
+        a = Stub("a")
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        more = {"tenants": Tenants([Tenant("x", "kx")]), "member_key": "in"} if tenants else {"member_key": "kx"}
+        async with (
+            fleet([a], **more) as (_, session, url),
+            session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer,
+        ):
+            assert answer.status == status
+            if status == 401:
+                told = await answer.json()
+                assert told["type"] == "error"
+                assert (told["error"]["type"], told["error"]["code"]) == ("authentication_error", "invalid_api_key")
+        assert a.keys == ([([f"Bearer {more['member_key']}"], [])] if status == 200 else [])
+
+    run(test)
+
+
+def test_a_router_without_keys_passes_on_those_of_clients():
+    async def test():
+        a = Stub("a")
+        async with fleet([a]) as (_, session, url):
+            assert (await ask(session, url, key="theirs"))[0] == 200
+        assert a.keys == [(["Bearer theirs"], [])]
+
+    run(test)
+
+
+def test_paths_that_ask_for_no_key_are_those_of_servers():
+    async def test():
+        a = Stub("a")
+        a.more.append(("/version", lambda _: web.json_response({"version": "1"})))
+        async with fleet([a], member_key="inner") as (_, session, url):
+            for path, status in (*((path, 200) for path in OPEN), ("/health/", 200), ("/v1/models/", 401), ("/x", 401)):
+                async with session.get(url + path) as answer:
+                    assert (path, answer.status) == (path, status)
+            async with session.post(f"{url}/ping") as answer:
+                assert (answer.status, await answer.json()) == (200, {"status": "ok"})
+            async with session.get(f"{url}/v1/models/", headers={"x-api-key": "inner"}) as answer:
+                assert [m["owned_by"] for m in (await answer.json())["data"]] == [""]
+
+    run(test)
+
+
+def test_a_connection_to_a_server_is_left_before_the_server_closes_it():
+    """Or a request that is sent as it closes would count as an answer that a lost server owes."""
+
+    async def test():
+        async with fleet([Stub("a")]) as (routing, _, _):
+            assert routing.session.connector._keepalive_timeout < uvicorn.Config(app=None).timeout_keep_alive
 
     run(test)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ridgeline import catalog
+from ridgeline import catalog, experiments
+from ridgeline.predict.quick import quick
 from ridgeline.search import Question, search
-from ridgeline.search.why import closest_miss, relaxations, why_not
+from ridgeline.search.found import Tried
+from ridgeline.search.why import _unproven, closest_miss, relaxations, why_not
 from ridgeline.spec.workload import Generate, Pretrain
+from ridgeline.techniques.registry import techniques_of
 
 FEW = frozenset({"zero", "recompute", "flash_attention", "mixed_precision", "data_parallel"})
 
@@ -70,6 +73,20 @@ def test_reasons_are_of_the_goal_and_of_the_technique_itself():
     assert all(re.search(r"\+[\d.]+ [MG]iB|nothing gets smaller", w.because) for w in off), off
     alone = {w.what: w.because for w in why_not(answer)}
     assert alone["static_memory"].startswith("on GPUs collectives use memory on streams of their own")
+
+
+def test_what_a_technique_gains_by_an_option_that_nobody_measured_is_told():
+    q = question(on="4xl40s", model="bert-large", workload=Pretrain(seq_len=512, batch_size=16))
+    plain, zero_bubble = (
+        Tried(e, quick(e, techniques_of(e.plan)), -1.0)
+        for plan in (["data_parallel"], ["pipeline:degree=4,schedule=zero_bubble", "mixed_precision"])
+        for e in [experiments.make("bert-large", "4xl40s", {"seq_len": 512, "batch_size": 16}, plan)]
+    )
+    assert zero_bubble.unvalidated == ["pipeline:schedule=zero_bubble"]
+    said = _unproven(q, "pipeline", plain, zero_bubble)
+    assert said
+    assert said.what == "pipeline:schedule=zero_bubble"
+    assert "never compared with published measurements, and it gains" in said.because
 
 
 def test_a_limit_that_nobody_keeps_is_loosened_to_the_nearest():

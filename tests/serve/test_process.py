@@ -4,11 +4,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 
 import pytest
+import typer
 from tests.serve.running import CONTEXT
 from tests.serve.running import process as start
 from tests.serve.test_reliability import LONG, call, error, opened
@@ -90,6 +92,12 @@ def run(*args):
     app(list(map(str, args)), standalone_mode=False)
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_a_drain_has_an_end(folder, seconds):
+    with pytest.raises(typer.BadParameter):
+        run("serve", folder, "--drain-timeout", seconds)
+
+
 def test_other_machines_are_let_in_with_a_key_only(folder):
     with pytest.raises(UserError, match="no key"):
         run("serve", folder, "--host", "0.0.0.0")
@@ -123,6 +131,11 @@ def test_a_taken_port_is_told(folder, server):
         run("serve", folder, "--port", server.url.rsplit(":", 1)[1], "--kv-cache", "1MB")
 
 
+def test_a_taken_port_is_told_before_the_checkpoint_is_read(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen"):
+        run("serve", tmp_path, "--port", taken.getsockname()[1])
+
+
 def test_generate_prints_one_prompt(folder, capsys):
     run("generate", folder, "--prompt", "Hi", "--max-tokens", 8, "--temperature", 1, "--seed", 3)
     first = capsys.readouterr().out
@@ -154,7 +167,7 @@ def test_generate_goes_on_where_it_stopped(folder, tmp_path):
     # As if it had been killed in the middle of a line.
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:3]) + lines[3][:10])
-    kept = out.read_bytes()[: len(b"".join(lines[:3]))]
+    kept = b"".join(line for line in lines[:3] if b'"outputs"' in line)
     run("generate", folder, *options)
     assert out.read_bytes().startswith(kept)
     assert records_of(out) == whole
@@ -169,6 +182,22 @@ def test_a_file_that_holds_no_results_stays_as_it_is(folder, tmp_path, text):
     with pytest.raises(UserError, match="not a file of results"):
         run("generate", folder, "--input", given, "--out", out)
     assert out.read_text() == text
+
+
+def test_prompts_that_failed_are_tried_again(folder, tmp_path):
+    """Each id has one line; what failed and is not asked for now stays."""
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    options = ["--input", given, "--out", out, "--max-tokens", 1]
+    given.write_text(json.dumps({"prompt": "x" * (CONTEXT + 1)}) + '\n{"prompt": "b"}')
+    run("generate", folder, *options)
+    good = next(line for line in out.read_text().splitlines() if "outputs" in line)
+    other = '{"id": "other", "error": "too long"}'
+    out.write_text(f"{out.read_text()}{other}")
+    given.write_text('{"prompt": "shorter"}\n{"prompt": "b"}')
+    run("generate", folder, *options)
+    assert out.read_text().splitlines()[:2] == [good, other]
+    assert [r["id"] for r in map(json.loads, out.read_text().splitlines())] == ["2", "other", "1"]
+    assert records_of(out)["1"]["prompt"] == "shorter"
 
 
 def test_a_result_whose_line_has_no_end_is_kept(folder, tmp_path):

@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,8 +122,13 @@ def test_a_checkpoint_of_other_data_under_the_same_name_is_refused(corpus, tmp_p
         resume(make_trainer(experiment(text)), tmp_path / "out")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device on which there is no room is Linux's")
 @pytest.mark.parametrize("later", [False, True])
-def test_a_checkpoint_that_has_no_room_is_one_message_and_leaves_the_one_before(later, corpus, tmp_path):
+@pytest.mark.parametrize("what", ["__0_0.distcp", ".metadata.tmp", ".state.json.part", None])
+def test_a_checkpoint_that_cannot_be_written_is_one_message_and_leaves_the_one_before(
+    what, later, corpus, tmp_path, monkeypatch
+):
+    """Where there is no room, it says so; ``what`` is the file that meets it. None: a file may not be that large."""
     e = experiment(corpus)
     losses, _ = run(e, tmp_path, 1)
     trainer = make_trainer(e)
@@ -136,15 +142,26 @@ def test_a_checkpoint_that_has_no_room_is_one_message_and_leaves_the_one_before(
         saving.save([*losses, 1.0])
         return saving.wait()
 
+    if what:
+        mkdir = Path.mkdir
+
+        def lead_to_a_full_device(folder, *args, **more):
+            mkdir(folder, *args, **more)
+            if folder.suffix == ".new" and not any(folder.iterdir()):
+                (folder / what).symlink_to("/dev/full")
+
+        monkeypatch.setattr(Path, "mkdir", lead_to_a_full_device)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits[0] if what else 20_000, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"cannot be written to .* MB are free") as error:
+        with pytest.raises(UserError, match=r"a checkpoint cannot be written to ") as error:
             write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         saving.close()
-    assert "make room" in error.value.fix
+    full = "No space left on device" in error.value.what
+    assert full or "File too large" in error.value.what
+    assert full == bool(what) == error.value.fix.startswith("make room") == (" MB are free" in error.value.what)
     assert resume(make_trainer(e), tmp_path) == before == losses
 
 

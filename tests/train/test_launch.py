@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -33,6 +34,22 @@ def test_a_job_gives_the_result_of_the_engine(corpus):
     result = run_job(train_job(e, TrainOptions()), messages.append)
     assert result["losses"] == train(e, uneven=False).losses
     assert [m["loss"] for m in messages if "loss" in m] == result["losses"]
+    assert not workers()
+
+
+def test_sigterm_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(corpus, tmp_path):
+    steps = []
+
+    def end_rank_1(message):
+        steps.append(message["step"])
+        if message["step"] == 2:
+            next(p for p in workers() if p.name() == "rank 1").send_signal(signal.SIGTERM)
+
+    e = experiment(corpus, "data_parallel", ranks=2, steps=100_000)
+    result = run_job(train_job(e, TrainOptions(out=str(tmp_path))), end_rank_1, timeout=300)
+    assert result["stopped"]
+    assert result["step"] == len(result["losses"]) == steps[-1] < 100_000
+    assert [str(p) for p in tmp_path.iterdir()] == [result["checkpoint"]]
     assert not workers()
 
 
@@ -194,7 +211,7 @@ def test_ctrl_c_or_sigterm_finishes_the_step_saves_and_the_same_command_goes_on(
     command = [sys.executable, "-m", "ridgeline", "train", str(file), "workload.steps=1000000", "--out", str(out),
                "--save-every", "10", "--json"]  # fmt: skip
 
-    def interrupted(by: signal.Signals, after: int, *more: str) -> dict:
+    def interrupted(after: int, end: Callable[[subprocess.Popen], None], *more: str) -> dict:
         # A test run in the background of a shell inherits an ignored SIGINT; a user's terminal does not ignore it.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -208,17 +225,23 @@ def test_ctrl_c_or_sigterm_finishes_the_step_saves_and_the_same_command_goes_on(
         except AssertionError:  # or its ranks would be those of the tests that follow
             process.kill()
             raise
-        process.send_signal(by)
+        end(process)
         said, errors = process.communicate(timeout=300)
         assert process.returncode == 130, errors
         assert "Traceback" not in errors
         return json.loads(said)
 
-    first = interrupted(signal.SIGINT, 0)
+    def end_all(process: subprocess.Popen) -> None:
+        """As Slurm and systemd do: the ranks, and the process that they are forked from, get it, too."""
+        parent = psutil.Process(process.pid)
+        for p in (parent, *parent.children(recursive=True)):
+            p.send_signal(signal.SIGTERM)
+
+    first = interrupted(0, lambda process: process.send_signal(signal.SIGINT))
     assert first["stopped"]
     assert [p.name for p in out.iterdir()] == [Path(first["checkpoint"]).name]
     assert len(first["losses"]) == first["step"]
-    second = interrupted(signal.SIGTERM, first["step"], "--async-save")
+    second = interrupted(first["step"], end_all, "--procs", "2", "--async-save")
     assert [p.name for p in out.iterdir()] == [Path(second["checkpoint"]).name]
     assert second["step"] > first["step"]
     assert second["losses"][: first["step"]] == first["losses"]

@@ -138,3 +138,10 @@ def test_nothing_to_judge(run, tmp_path):
     code, _, err = run("validate", tmp_path)
     assert code == 1
     assert "no row could be judged" in err
+
+
+def test_rows_of_the_device_that_cannot_be_read_are_told(tmp_path):
+    file = tmp_path / "gemm.csv"
+    file.write_text("device,dtype,m,n,k,seconds\na100-80g-sxm,bf16,many,1,1,1\n")
+    with pytest.raises(UserError, match=r"no row of device 'a100-80g-sxm'.* can be read.*line 2.*gemm\.csv.*many"):
+        samples([file], "a100-80g-sxm")

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 ran but no feasible answer or a threshold was broken, 2 th
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from importlib import import_module
@@ -28,6 +29,9 @@ including one that has not reported its error yet."""
 
 def main() -> None:
     """Entry point: turns mistakes into one message and exit code 2, Ctrl-C into 130."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # rather a question mark than no answer, where a locale lacks a sign
+            stream.reconfigure(errors="replace")
     try:
         app()
     except UserError as e:

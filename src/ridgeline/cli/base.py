@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from ridgeline.cli.completion import clusters, techniques
+from ridgeline.cli.other_options import Commands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ T = TypeVar("T", "Experiment", "AblationSpec")
 
 app = typer.Typer(
     name="ridgeline",
+    cls=Commands,
     help="Predict, run, measure and search LLM optimization techniques: one Plan, one result schema.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -42,20 +42,23 @@ def calibrate(
         status.message(f"fitting {len(rows)} rows")
         result = fit(rows, known)
     profile = result.on(known).model_copy(update={"source": f"{known.source}\nCalibrated on {len(rows)} rows."})
-    where = write_atomic(out, catalog.device_toml(profile)) if out else catalog.save_device(profile)
+    where = None
+    if result.fits:
+        where = write_atomic(out, catalog.device_toml(profile)) if out else catalog.save_device(profile)
     if json:
         fits = [{"family": f.family, "rows": f.rows, "before": f.before, "after": f.after} for f in result.fits]
-        print(js.dumps({"device": known.name, "profile": str(where), "fits": fits, "skipped": len(skipped)}))
+        kept = str(where) if where else None
+        print(js.dumps({"device": known.name, "profile": kept, "fits": fits, "skipped": len(skipped)}))
     else:
         _print_fits(known.name, result.fits)
     for skip in skipped[:5]:
         say(f"skipped line {skip.line}: {skip.reason}")
     if len(skipped) > 5:
         say(f"{len(skipped)} rows skipped in all")
-    say(f"profile kept in {where}")
-    if not result.fits:
-        say("too few rows of any family to fit: the constants are as they were")
+    if where is None:
+        say("too few rows of any family to fit: no profile was written")
         raise typer.Exit(1)
+    say(f"profile kept in {where}")
 
 
 def _print_fits(device: str, fits: Sequence[Fit]) -> None:

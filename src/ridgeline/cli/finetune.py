@@ -57,8 +57,8 @@ def finetune(
     device_memory: own.DeviceMemory = None,
     json: Json = False,
 ) -> None:
-    """Fine-tune a checkpoint. Keeps the weights with the lowest held-out loss; Ctrl-C saves, and the same command
-    resumes."""
+    """Fine-tune a checkpoint. Keeps the weights with the lowest held-out loss; Ctrl-C or SIGTERM saves, and the same
+    command resumes."""
     from ridgeline import catalog, experiments
     from ridgeline.jobs.job import TrainOptions
     from ridgeline.measure.ablate import require_local

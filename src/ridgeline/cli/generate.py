@@ -41,7 +41,7 @@ def generate(
         typer.Option("--input", help='JSON lines of {"prompt": …} or {"messages": […]}, with id if wanted.'),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Output file (.jsonl); prompts it already answers are skipped.")
+        Path | None, typer.Option(help="Output file (.jsonl); prompts that it has outputs of are skipped.")
     ] = None,
     with_: With = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")] = 256,
@@ -108,7 +108,7 @@ def generate(
                     raise UserError(one["error"])
                 print(one["outputs"][0]["text"])
             else:
-                _write(found, out, len(prompts), len(prompts) - len(left))
+                _write(found, out, left, len(prompts))
         return
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype,
                          memory=(device_memory, host_memory, disk), kernels=kernels)  # fmt: skip
@@ -126,18 +126,18 @@ def generate(
                 _print_one(engine, vocabulary, left[0], sampling, stops, check)
             else:
                 results = offline.generate(engine, vocabulary, left, sampling, stops, before_step=check)
-                _write(results, out, len(prompts), len(prompts) - len(left))
+                _write(results, out, left, len(prompts))
     finally:
         engine.close()
 
 
-def _not_done(prompts: list[Prompt], done: dict[str, str | None], out: Path | None) -> list[Prompt]:
-    """The prompts without a result. Raises :class:`UserError` where the result of an id is another prompt's."""
+def _not_done(prompts: list[Prompt], done: dict[str, str], out: Path | None) -> list[Prompt]:
+    """The prompts without outputs. Raises :class:`UserError` where the result of an id is another prompt's."""
     from ridgeline.spec.errors import UserError
 
     for p in prompts:
         # A conversation's text may change from day to day: templates may write the date.
-        if p.special and done.get(p.id, p.text) not in (p.text, None):
+        if p.special and done.get(p.id, p.text) != p.text:
             raise UserError(f"{out} has the result of another prompt with id {p.id!r}",
                             "give another --out, or each prompt an id of its own")  # fmt: skip
     return [p for p in prompts if p.id not in done]
@@ -163,19 +163,22 @@ def _print_one(
         print("" if alone else "\n".join(o["text"] for o in result["outputs"]))
 
 
-def _write(results: Any, out: Path, total: int, before: int) -> None:
-    """Write each result as a line of ``out`` as soon as it is finished."""
+def _write(results: Any, out: Path, left: list[Prompt], total: int) -> None:
+    """Write each result of the prompts that are left as a line of ``out`` as soon as it is finished."""
     import json
 
     from ridgeline.report.console import CountBar
+    from ridgeline.serve.offline import drop_failures
 
     failed = tokens = 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a", encoding="utf-8") as file, CountBar("prompts", total, before) as bar:
+    drop_failures(out, {p.id for p in left})
+    with out.open("a", encoding="utf-8") as file, CountBar("prompts", total, total - len(left)) as bar:
         for result in results:
             file.write(json.dumps(result, ensure_ascii=False) + "\n")
             file.flush()
             failed += "error" in result
             tokens += sum(o["tokens"] for o in result.get("outputs", ()))
             bar.advance(f"{tokens} tokens")
-    say(f"{total - before} prompts, {tokens} tokens, written to {out}" + (f"; {failed} failed" if failed else ""))
+    again = f"; {failed} failed: the same command tries them again" if failed else ""
+    say(f"{len(left)} prompts, {tokens} tokens, written to {out}{again}")

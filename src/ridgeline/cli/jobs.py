@@ -30,7 +30,7 @@ def run_training(
     e: Experiment, options: TrainOptions, title: str, start: Launch | None = None, restarts: int = 0
 ) -> dict[str, Any]:
     """The result of a training job in processes of its own, under a progress bar. ``start``: what launches them, None:
-    this machine. SIGTERM to this process does what Ctrl-C does; ranks that get it themselves end at once."""
+    this machine. SIGTERM, to this process or to ranks, does what Ctrl-C does."""
     from ridgeline.jobs.job import train_job
     from ridgeline.jobs.launch import JobFailed, run_job
     from ridgeline.jobs.restart import run_with_restarts

@@ -102,7 +102,7 @@ def serve(
 ) -> None:
     """Serve a checkpoint over an OpenAI-compatible API."""
     require_package("fastapi")
-    from ridgeline.serve.address import path_prefix
+    from ridgeline.serve.address import path_prefix, require_free
     from ridgeline.serve.checkpoint_settings import Options
     from ridgeline.serve.queue_limits import QueueLimits
     from ridgeline.serve.transfer.member import MemberOptions
@@ -129,6 +129,7 @@ def serve(
     http = _Http(host, port, prefix, allowed_origins or (), keys, admin_keys, body or 0, max_connections, drain_timeout,
                  tls)  # fmt: skip
     member = MemberOptions(secret, host, transfer_port, tls, say, stall_timeout)
+    require_free(host, port)  # before the model is loaded
     if not _run(partial(build, asked), member, engine_process, text, http):
         raise typer.Exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -98,6 +99,16 @@ EngineProcess = Annotated[
 StallTimeout = Annotated[
     float, typer.Option(min=0.1, help="Report unhealthy if a step takes longer than this many seconds.")
 ]
-DrainTimeout = Annotated[float, typer.Option(min=0, help="Seconds to finish running requests after SIGTERM.")]
+
+
+def _finite(seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise typer.BadParameter(f"{seconds} is not a number of seconds")
+    return seconds
+
+
+DrainTimeout = Annotated[
+    float, typer.Option(min=0, callback=_finite, help="Seconds to finish running requests after SIGTERM.")
+]
 MaxBody = Annotated[str, typer.Option(help="Maximum size of a request body.")]
 MaxConnections = Annotated[int, typer.Option(min=1, help="Maximum number of open connections.")]

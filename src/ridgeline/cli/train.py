@@ -64,7 +64,7 @@ def train(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train. Ctrl-C finishes the step and saves; the same command resumes."""
+    """Train. Ctrl-C or SIGTERM finishes the step and saves; the same command resumes."""
     from ridgeline import catalog
     from ridgeline.jobs.job import TrainOptions
     from ridgeline.jobs.launchers import launched, launcher_of, resized

@@ -20,13 +20,12 @@ def web(
 ) -> None:
     """Plan, compare and inspect runs in a browser. Ctrl-C stops it."""
     import secrets
-    import socket
 
     for package in ("fastapi", "uvicorn"):
         require_package(package)
     import uvicorn
 
-    from ridgeline.serve.address import loopback
+    from ridgeline.serve.address import loopback, require_free
     from ridgeline.spec.errors import UserError
     from ridgeline.web.app import create_app
     from ridgeline.web.guard import hosts_of
@@ -37,11 +36,7 @@ def web(
         raise UserError(f"--server {server!r} is not an address", "write http://127.0.0.1:8000")
     secret = token or ("" if loopback(host) else secrets.token_urlsafe(16))
     page = create_app(store(), server.rstrip("/"), hosts_of(host), secret)
-    try:
-        with socket.create_server((host, port), reuse_port=False):
-            pass
-    except OSError as e:
-        raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port or --host") from None
+    require_free(host, port)
     name = f"[{host}]" if ":" in host else host
     say(f"http://{name}:{port}/{f'?token={secret}' if secret else ''}   (Ctrl-C ends)")
     uvicorn.run(page, host=host, port=port, log_level="warning", access_log=False, server_header=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import signal
@@ -219,9 +220,10 @@ def _drain_timeout(options: list[str]) -> float:
     words = [part for o in options for part in (o.split("=", 1) if o.startswith("--drain-timeout=") else [o])]
     given = [value for name, value in pairwise(words) if name == "--drain-timeout"]
     try:
-        return float(given[-1]) if given else DRAIN
+        seconds = float(given[-1]) if given else DRAIN
     except ValueError:
         return DRAIN
+    return seconds if 0 <= seconds < math.inf else DRAIN
 
 
 class Fleet:

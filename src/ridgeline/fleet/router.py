@@ -31,6 +31,10 @@ AGAIN = frozenset({429, 502, 503, 504})
 HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers",
                  "transfer-encoding", "upgrade", "host", "content-length"})  # fmt: skip
 """Headers of one connection (RFC 9110, section 7.6.1), and those that are made anew."""
+KEYS = ("authorization", "x-api-key")
+"""Headers with a key: of OpenAI's clients, and of Anthropic's."""
+IDLE = 2.0
+"""Seconds that an idle connection to a member is kept: fewer than the five after which servers close theirs."""
 
 
 @dataclass
@@ -66,10 +70,12 @@ class Router:
         """The application, which watches the members while it runs."""
         app = web.Application(client_max_size=LARGEST)
         app.cleanup_ctx.append(self._session)
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/metrics", self.metrics)
-        app.router.add_get("/fleet", self.status)
+        for path, handler in (
+            ("/health", self.health), ("/ready", self.health), ("/ping", self.health), ("/version", self.version),
+            ("/v1/models", self.models), ("/metrics", self.metrics), ("/fleet", self.status),
+        ):  # fmt: skip
+            app.router.add_get(f"{path}{{slash:/?}}", handler)
+        app.router.add_post("/ping", self.health)
         app.router.add_post("/fleet/{action:drain|resume}", self.manage)
         app.router.add_post("/fleet/{action:restart|down}", self.control)
         app.router.add_route("*", "/{path:.*}", self.forward)
@@ -77,8 +83,9 @@ class Router:
 
     async def _session(self, app: web.Application) -> AsyncIterator[None]:
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), auto_decompress=False, skip_auto_headers=["Accept-Encoding"]
-        ) as self.session:
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE), auto_decompress=False,
+            skip_auto_headers=["Accept-Encoding"],
+        ) as self.session:  # fmt: skip
             watch = asyncio.create_task(self.members.watch(self.session))
             yield
             watch.cancel()
@@ -89,7 +96,13 @@ class Router:
 
     async def health(self, _: web.Request) -> web.Response:
         """200 while any member is up."""
-        return web.Response(status=200 if self.members.able(None) else 503)
+        if self.members.able(None):
+            return web.json_response({"status": "ok"})
+        return _error(503, "no server of this fleet is up", "service_unavailable")
+
+    async def version(self, request: web.Request) -> web.StreamResponse:
+        """That of a member, which asks for no key either."""
+        return await self._forwarded(request, b"")
 
     async def models(self, request: web.Request) -> web.Response:
         """Models and adapters of all members that are up."""
@@ -170,15 +183,14 @@ class Router:
 
     @staticmethod
     def _brings(request: web.Request, key: str) -> bool:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
-        return hmac.compare_digest(given, key.encode())
+        return hmac.compare_digest(key_of(request), key.encode())
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _unknown(self, request: web.Request) -> web.Response | None:
         """The refusal of a request without a tenant's key, or where there are no tenants, without the members' own."""
         if self.tenants.all:
-            known = self.tenants.find(request.headers.get("Authorization", "")) is not None
+            known = self.tenants.find(key_of(request)) is not None
         else:
             known = not self.members.key or self._brings(request, self.members.key)
         return None if known else _error(401, "the API key is not known here", "authentication_error")
@@ -187,7 +199,7 @@ class Router:
         """Send a request to a member, and to another one as long as nothing of an answer was passed on."""
         if (refused := self._unknown(request)) is not None:
             return refused
-        tenant = self.tenants.find(request.headers.get("Authorization", ""))
+        tenant = self.tenants.find(key_of(request))
         if tenant is not None and (wait := self.tenants.refusal(tenant)) is not None:
             headers = {"Retry-After": str(max(1, round(wait[1])))}
             return _error(429, wait[0], "rate_limit_error", headers)
@@ -262,7 +274,8 @@ class Router:
         self, member: Member, prefill: Member | None, request: web.Request, body: bytes, reply: Reply
     ) -> web.Response | None:
         """A member's answer; None where it was streamed. Raises what a connection raises."""
-        own = {*HOP, HEADER.lower()}
+        checked = bool(self.tenants.all or self.members.key)  # a key that is not checked here is for the member
+        own = {*HOP, HEADER.lower(), *(KEYS if checked else ())}
         headers = {k: v for k, v in request.headers.items() if k.lower() not in own} | self.members.headers
         if prefill is not None:
             headers[HEADER] = signed(self.secret, prefill.source)
@@ -370,6 +383,13 @@ def described(body: bytes) -> tuple[str | None, str]:
     return model if isinstance(model, str) else None, ""
 
 
+def key_of(request: web.Request) -> bytes:
+    """The key of a request, as servers read it; empty: none."""
+    value = request.headers.get("Authorization", "")
+    key = value[7:] if value[:7].lower() == "bearer " else request.headers.get("X-Api-Key", "")
+    return key.strip().encode(errors="surrogateescape")
+
+
 def _host(request: web.Request) -> str:
     """The host that a request names, as an address."""
     name = urllib.parse.urlsplit(f"//{request.host}").hostname or ""
@@ -382,5 +402,6 @@ def _left(tenant: Tenant | None) -> None:
 
 
 def _error(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> web.Response:
-    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    code = "invalid_api_key" if status == 401 else None
+    body = {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": code}}
     return web.json_response(body, status=status, headers=headers)

@@ -82,10 +82,9 @@ class Tenants:
         self.all = list(tenants)
         self.clock = clock
 
-    def find(self, authorization: str) -> Tenant | None:
-        """Whose key an ``Authorization`` header brings."""
-        given = authorization.removeprefix("Bearer ").encode(errors="surrogateescape")
-        found = [t for t in self.all if hmac.compare_digest(t.key.encode(), given)]
+    def find(self, key: bytes) -> Tenant | None:
+        """Whose key it is."""
+        found = [t for t in self.all if hmac.compare_digest(t.key.encode(), key)]
         return found[0] if found else None
 
     def refusal(self, tenant: Tenant) -> tuple[str, float] | None:

@@ -131,9 +131,12 @@ def _follow(ranks: list[Rank], progress: Progress, timeout: float | None, folder
     interrupted = False
     first: tuple[int, int] | None = None  # the rank that failed first, and its exit code
     stuck: list[int] = []
-    while any(r.poll() is None for r in ranks):
+    while True:
         try:
             time.sleep(0.02)
+            first = first or _failed(ranks)
+            if broken or first or all(r.poll() is not None for r in ranks):
+                break
         except KeyboardInterrupt:
             if interrupted:
                 raise
@@ -141,12 +144,6 @@ def _follow(ranks: list[Rank], progress: Progress, timeout: float | None, folder
             for r in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     r.send_signal(signal.SIGINT)
-        if broken:
-            break
-        first = first or _failed(ranks)
-        if first:
-            stuck = _grace(ranks)
-            _stop(ranks)
         if timeout is not None and time.monotonic() - start > timeout:
             _stop(ranks)
             raise JobFailed("timeout", f"did not finish within {timeout:.0f} s", _tail(folder))
@@ -154,6 +151,9 @@ def _follow(ranks: list[Rank], progress: Progress, timeout: float | None, folder
         _stop(ranks)
         raise broken[0]
     first = first or _failed(ranks)
+    if first:
+        stuck = _grace(ranks)
+        _stop(ranks)
     reader.join(timeout=5)
     final = messages[-1] if messages else {}
     if "result" in final:
@@ -238,17 +238,13 @@ def _first_error(folder: Path) -> dict[str, Any] | None:
 
 
 def _stop(ranks: list[Rank]) -> None:
+    """Kill the ranks that run: at SIGTERM, training would wait for its step, and for peers that are gone."""
     for r in ranks:
         if r.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                r.terminate()
-    end = time.monotonic() + 5  # for all of them together
+                r.kill()
     for r in ranks:
-        try:
-            r.wait(timeout=max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            r.kill()
-            r.wait()
+        r.wait()
 
 
 def _tail(folder: Path, lines: int = 40) -> str:

@@ -74,10 +74,6 @@ class ForkedRank:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        """Ask it to exit."""
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """Kill it."""
         self.send_signal(signal.SIGKILL)
@@ -173,6 +169,7 @@ def serve() -> None:
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which may be sent to all processes: its ranks save first
     watched: list[Any] = [requests, wake_reader]
     while True:
         ready, _, _ = select.select(watched, [], [])
@@ -217,7 +214,8 @@ def _become_rank(main: Any, request: dict[str, Any], descriptors: list[int]) -> 
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

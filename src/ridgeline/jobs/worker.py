@@ -70,7 +70,7 @@ def _follow_parent(rank: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         set_death_signal, set_name = 1, 15  # sys/prctl.h
-        libc.prctl(set_death_signal, signal.SIGTERM)
+        libc.prctl(set_death_signal, signal.SIGKILL)  # at SIGTERM training goes on to the end of its step
         libc.prctl(set_name, f"rank {rank}".encode())
 
 

@@ -170,12 +170,13 @@ def _longer(best: Tried, other: Tried) -> Iterator[str]:
 
 
 def _unproven(q: Question, name: str, best: Tried, other: Tried) -> WhyNot | None:
-    """Of a technique that nobody measured, whose best plan is predicted no slower than the best: what it gains."""
+    """Of a technique, or its option, that nobody measured and whose best plan is predicted no slower: what it gains."""
     ahead = _ahead(q, best, other)
-    if name not in other.unvalidated or ahead < 1:
+    unlike = next((what for what in other.unvalidated if what.partition(":")[0] == name), None)
+    if unlike is None or ahead < 1:
         return None
     gain = percent(ahead - 1) if ahead - 1 >= _NOTHING else "nothing"
-    return WhyNot(name, f"predictions with it were never compared with published measurements, and it gains {gain}",
+    return WhyNot(unlike, f"predictions with it were never compared with published measurements, and it gains {gain}",
                   "the plan without it comes first")  # fmt: skip
 
 

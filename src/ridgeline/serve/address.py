@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Iterable
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -16,6 +17,19 @@ def loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def require_free(host: str, port: int) -> None:
+    """Raise :class:`UserError` where a server cannot listen on ``port`` (0: any) of ``host``."""
+    try:
+        with socket.create_server((host, port), family=_family(host), reuse_port=False):
+            pass
+    except OSError as e:
+        raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port or --host") from None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def path_prefix(root_path: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,9 +76,9 @@ def _text(record: dict[str, Any], template: Template | None, place: str) -> str:
         raise UserError(f"{place}: {e}", "fix the messages") from None
 
 
-def results_in(out: Path) -> dict[str, str | None]:
-    """Ids that ``out`` holds results of, with their prompts (None: it failed). Half a result at its end (of a crash) is
-    cut off. Raises :class:`UserError` for any other file, which stays as it is."""
+def results_in(out: Path) -> dict[str, str]:
+    """Ids that ``out`` holds outputs of, with their prompts. Half a result at its end (of a crash) is cut off. Raises
+    :class:`UserError` for any other file, which stays as it is."""
     if not out.is_file():
         return {}
     raw = out.read_bytes()
@@ -86,7 +87,7 @@ def results_in(out: Path) -> dict[str, str | None]:
         lines = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
         if any("outputs" not in line and "error" not in line for line in lines):
             raise ValueError  # prompts, as where --out is --input
-        found = {str(line["id"]): line.get("prompt") for line in lines}
+        found = {str(line["id"]): str(line["prompt"]) for line in lines if "outputs" in line}
     except (ValueError, LookupError, TypeError, AttributeError):
         raise UserError(f"{out} is not a file of results", "give another --out") from None
     if not raw.endswith(b"\n"):
@@ -95,6 +96,16 @@ def results_in(out: Path) -> dict[str, str | None]:
             f.seek(0, 2)
             f.write(b"\n" if whole and not whole.endswith(b"\n") else b"")
     return found
+
+
+def drop_failures(out: Path, ids: Collection[str]) -> None:
+    """Remove from results in ``out`` those of ``ids`` that failed, all at once."""
+    lines = out.read_bytes().splitlines(keepends=True) if out.is_file() else []
+    again = [bool(line.strip()) and "error" in (r := json.loads(line)) and str(r["id"]) in ids for line in lines]
+    if any(again):
+        draft = out.with_name(f".{out.name}.new")
+        draft.write_bytes(b"".join(line for line, dropped in zip(lines, again, strict=True) if not dropped))
+        os.replace(draft, out)
 
 
 _FIRST = b'{"id": "'

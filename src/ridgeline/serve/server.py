@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ridgeline.jobs.live import announced
+from ridgeline.serve.address import require_free
 from ridgeline.serve.call_formats import CHANNELS, FORMATS
 from ridgeline.serve.checkpoint_settings import (
     Options,
@@ -35,7 +36,6 @@ from ridgeline.serve.queue_limits import QueueLimits
 from ridgeline.serve.remote_engine import ProcessLoop, RemoteEngine
 from ridgeline.serve.service import Labels, Service
 from ridgeline.serve.transfer.tls import Tls
-from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine
@@ -153,11 +153,7 @@ def serve(
     connections: int | None = None, tls: Tls | None = None,
 ) -> bool:  # fmt: skip
     """Serve until stopped → whether the engine was healthy to the end. Raises :class:`UserError` for a taken port."""
-    try:
-        with socket.create_server((host, port), family=_family(host), reuse_port=False):
-            pass
-    except OSError as e:
-        raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port or --host") from None
+    require_free(host, port)
     one_heap()
     server = Server(app, loop, host, port, drain, say, connections, tls)
     with announced("serve", f"{server.scheme}://{host}:{port}"):
@@ -166,7 +162,3 @@ def serve(
         say(f"the engine hangs in a step since {loop.step_age:.0f} s: killed")
         os._exit(1)  # nothing else ends its thread
     return loop.failure is None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -56,8 +56,8 @@ class AsyncCheckpoints:
     def _finish(self, written: Future[Any], place: Place, about: dict[str, Any]) -> None:
         with writing_to(self.folder):
             written.result()  # on rank 0: all ranks' parts
-        if self.trainer.rank == 0:
-            complete(place, about)
+            if self.trainer.rank == 0:
+                complete(place, about)
 
 
 class _Stager(AsyncStager):

@@ -8,6 +8,7 @@ A checkpoint is complete or absent, even if its writer is killed: it is written 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
@@ -45,29 +47,36 @@ class Place(NamedTuple):
 def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
     """Write ``folder/step-N`` from all ranks; older checkpoints of the folder are removed afterwards.
 
-    Raises :class:`UserError` where it cannot be written, as on a full disk.
+    Raises :class:`UserError` where it cannot be written.
     """
     place = begin(trainer, folder)
     with trainer.run.hooks.resident(False), writing_to(folder):
         save_tensors(trainer, place.draft)
     _barrier()
     if trainer.rank == 0:
-        complete(place, described(trainer, losses))
+        with writing_to(folder):
+            complete(place, described(trainer, losses))
     _barrier()
     return place.whole
 
 
 @contextlib.contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Context in which tensors are written below ``folder``. Raises :class:`UserError` where they cannot be."""
+    """Context in which files are written below ``folder``, which is there. Raises :class:`UserError` where they cannot
+    be, with the reason; any other cause of a :class:`CheckpointException` as it is."""
     try:
         yield
-    except CheckpointException as e:  # raised on all ranks
-        cause = next(cause for cause, _ in e.failures.values())
-        raise UserError(
-            f"a checkpoint cannot be written to {folder}, where {shutil.disk_usage(folder).free / 1e6:.0f} MB are"
-            f" free: {cause}", "make room; the same command goes on from the checkpoint before, if there is one",
-        ) from e  # fmt: skip
+    except (CheckpointException, OSError) as e:
+        # What is raised on one rank while tensors are written is raised on all.
+        cause = next(cause for cause, _ in e.failures.values()) if isinstance(e, CheckpointException) else e
+        if not isinstance(cause, OSError):
+            raise cause from e
+        what = f"a checkpoint cannot be written to {folder}: {cause.strerror or cause}"
+        fix = "the same command goes on from the checkpoint before, if there is one"
+        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            what += f" ({shutil.disk_usage(folder).free / 1e6:.0f} MB are free)"
+            fix = f"make room; {fix}"
+        raise UserError(what, fix) from e
 
 
 def begin(trainer: Trainer, folder: Path) -> Place:
@@ -180,14 +189,27 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     return losses
 
 
+class _Writer(FileSystemWriter):
+    """Raises the :class:`OSError` for which a file cannot be written: PyTorch's archives hide it behind their own, and
+    only what was raised reaches other ranks."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """As its base does."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as e:
+            if isinstance(e.__context__, OSError):
+                raise e.__context__ from e
+            raise
+
+
 def save_tensors(trainer: Trainer, folder: Path, apart: bool = False) -> None:
     """Write the tensors of model and optimizer, each rank its part; they must be resident. ``apart``: every tensor in a
     file of its own."""
     from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     tensors, _ = _state(trainer)
-    writer = FileSystemWriter(str(folder), single_file_per_rank=not apart)
+    writer = _Writer(str(folder), single_file_per_rank=not apart)
     _quietly(lambda: dcp.save(tensors, storage_writer=writer, no_dist=trainer.world == 1))  # type: ignore[attr-defined]
 
 
@@ -195,13 +217,12 @@ def write_later(trainer: Trainer, folder: Path, stager: AsyncStager, group: dist
     """As :func:`save_tensors`, but copy the tensors only, into ``stager``'s memory → done when they are written; on the
     first rank, all ranks' parts. ``group``: of all ranks, used for nothing else."""
     from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     with trainer.run.hooks.resident(False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensors, _ = _state(trainer)
         written = dcp.async_save(  # type: ignore[attr-defined]
-            tensors, storage_writer=FileSystemWriter(str(folder)), process_group=group, async_stager=stager,
+            tensors, storage_writer=_Writer(str(folder)), process_group=group, async_stager=stager,
             no_dist=trainer.world == 1,
         )  # fmt: skip
         return cast(Future[Any], written)

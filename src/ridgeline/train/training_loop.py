@@ -1,8 +1,10 @@
-"""The training loop of ``ridgeline train``: steps, evaluation, checkpoints, a clean stop on Ctrl-C."""
+"""The training loop of ``ridgeline train``: steps, evaluation, checkpoints, a clean stop on Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +51,7 @@ class Evaluations:
 def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, Any]:
     """Train to ``workload.steps``; with evaluations, the export is the model at its lowest held-out loss.
 
-    The first Ctrl-C finishes the step, saves a checkpoint and returns with ``stopped``.
+    SIGINT or SIGTERM to any of the ranks finishes the step on all, saves a checkpoint and returns with ``stopped``.
     """
     from ridgeline.train.checkpoint import resume
 
@@ -69,16 +71,26 @@ def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, 
 
         go_on(trainer, load_adapter(Path(options.adapter_from), e.model))
     later = _later(trainer, out, options)
-    previous = signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop_requested", True))
     try:
-        result = _run(trainer, out, losses, evaluations, copies, later, options, here.report)
-        if copies:
-            copies.wait()
-        return result
+        with on_stop_signal(lambda: setattr(trainer, "stop_requested", True)):
+            result = _run(trainer, out, losses, evaluations, copies, later, options, here.report)
+            if copies:
+                copies.wait()
+            return result
     finally:
-        signal.signal(signal.SIGINT, previous)
         if later:
             later.close()
+
+
+@contextlib.contextmanager
+def on_stop_signal(then: Callable[[], None]) -> Iterator[None]:
+    """Call ``then`` at SIGINT and SIGTERM, which do nothing else. Slurm and systemd send SIGTERM to every process."""
+    before = {s: signal.signal(s, lambda *_: then()) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _later(trainer: Trainer, out: Path | None, options: TrainOptions) -> AsyncCheckpoints | None:

@@ -27,7 +27,7 @@ def samples(paths: list[Path], device: str) -> tuple[list[TimedSample], list[Ski
     """The rows of ``device`` (a catalog name, its aliases too) and what was skipped.
 
     Directories stand for their CSV files; files of other schemas are skipped. Raises :class:`UserError` when there
-    is no row at all.
+    is no row at all that can be read.
     """
     files = [f for p in paths for f in (sorted(p.glob("*.csv")) if p.is_dir() else [p])]
     found: list[TimedSample] = []
@@ -44,6 +44,13 @@ def samples(paths: list[Path], device: str) -> tuple[list[TimedSample], list[Ski
                 )
             continue
         _take(table, OPERATORS[schema], device, found, skipped, others)
+    if not found and skipped:
+        first = skipped[0]
+        raise UserError(
+            f"no row of device {device!r} in {', '.join(map(str, paths))} can be read: "
+            f"line {first.line}: {first.reason}",
+            "fix the rows",
+        )
     if not found:
         held = f"; they hold {', '.join(sorted(others))}" if others else ""
         raise UserError(

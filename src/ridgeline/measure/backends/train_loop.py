@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ from ridgeline.jobs.job import RankContext, TrainOptions
 from ridgeline.measure.backends import engine_versions, make_engine
 from ridgeline.spec.experiment import Experiment
 from ridgeline.train.trainer import StepStats
+from ridgeline.train.training_loop import on_stop_signal
 
 
 def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, Any]:
     """Train to ``workload.steps`` with ``options.backend``; the result is that of
-    :func:`ridgeline.train.training_loop.train`, without checkpoints. Ctrl-C finishes the step.
+    :func:`ridgeline.train.training_loop.train`, without checkpoints. Ctrl-C or SIGTERM finishes the step.
     """
     engine: Any = make_engine(options.backend, e, here.device, here.rank, here.ranks)
     losses: list[float] = []
@@ -28,12 +28,9 @@ def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, 
                 "seconds": stats.seconds, "grad_norm": stats.grad_norm})  # fmt: skip
         return _any_rank(bool(interrupts), here.device, here.ranks)
 
-    previous = signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
-    try:
+    with on_stop_signal(lambda: interrupts.append(1)):
         here.report({"stage": "training", "step": 0, "steps": e.training.steps})
         engine.drive(watch)
-    finally:
-        signal.signal(signal.SIGINT, previous)
     stopped = len(losses) < e.training.steps
     if options.export and not stopped:
         engine.export(Path(options.export))
