@@ -142,15 +142,22 @@ def test_a_checkpoint_that_cannot_be_written_is_one_message_and_leaves_the_one_b
         saving.save([*losses, 1.0])
         return saving.wait()
 
-    if what:
-        mkdir = Path.mkdir
+    def full_device(call):
+        """``call``, after which the file is one on which there is no room."""
 
-        def lead_to_a_full_device(folder, *args, **more):
-            mkdir(folder, *args, **more)
-            if folder.suffix == ".new" and not any(folder.iterdir()):
+        def led(path, *args, **more):
+            found = call(path, *args, **more)
+            folder = path if path.suffix == ".new" else path.parent
+            if folder.suffix == ".new" and not (folder / what).is_symlink():
                 (folder / what).symlink_to("/dev/full")
+            return found
 
-        monkeypatch.setattr(Path, "mkdir", lead_to_a_full_device)
+        return led
+
+    if what == ".state.json.part":  # not before all other files were read
+        monkeypatch.setattr(checkpoint, "_checksum", full_device(checkpoint._checksum))
+    elif what:
+        monkeypatch.setattr(Path, "mkdir", full_device(Path.mkdir))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits[0] if what else 20_000, limits[1]))
     try:
