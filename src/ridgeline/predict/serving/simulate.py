@@ -156,11 +156,21 @@ def iteration_rows(surface: Iterations, phase: str, batch: int, q_len: int, kv_l
     return rows
 
 
+def done_anyway(e: Experiment, techniques: Sequence[Technique]) -> list[str]:
+    """Techniques of the usual schedule that the engine of a resolved experiment has whatever the plan says."""
+    w = e.workload
+    return _given(find_engine(w.engine, e.cluster.device), techniques) if isinstance(w, Serve) else []
+
+
+def _given(engine: EngineCosts, techniques: Sequence[Technique]) -> list[str]:
+    usual = [t for t in techniques if "serve" in t.card.default_in]
+    return [t.card.name for t in usual if engine.scheduling([t]) == engine.scheduling([])]
+
+
 def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterator[str]:
     """What a reader must know of the techniques that the engine has, or the plan has not."""
     usual = [t for t in techniques if "serve" in t.card.default_in]
-    given = [t.card.name for t in usual if engine.scheduling([t]) == engine.scheduling([])]
-    if given:
+    if given := _given(engine, techniques):
         yield f"{engine.name} does this whatever the plan says: {', '.join(given)}"
     missing = sorted({*default_plan("serve")} - {t.card.name for t in usual})
     if engine.name == PLANNED and missing:
