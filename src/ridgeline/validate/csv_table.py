@@ -8,9 +8,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ridgeline.spec.errors import UserError
 
+T = TypeVar("T", int, float, bool)
 EMPTY = {"", "?", "na", "nan", "none", "null"}
 """Values that mean "not published"."""
 _YES = {"true", "t", "yes", "y", "on"}
@@ -28,6 +30,8 @@ class CsvRow:
 
     line: int
     cells: dict[str, str]
+    assumed: dict[str, str] = field(default_factory=dict)
+    """What was taken for cells that are empty, and for names and formats whose column is missing."""
 
     def has(self, column: str) -> bool:
         """Whether the column exists and has a value."""
@@ -39,14 +43,21 @@ class CsvRow:
             return self.cells[column].strip()
         if default is None:
             raise BadCell(f"column {column!r} is empty")
+        if default:
+            self.assumed[column] = default
         return default
+
+    def _default(self, column: str, value: T) -> T:
+        if column in self.cells:
+            self.assumed[column] = {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value:g}"
+        return value
 
     def number(self, column: str, default: float | None = None, *, above: float | None = None) -> float:
         """The cell as a finite number, larger than ``above`` where given."""
         if not self.has(column):
             if default is None:
                 raise BadCell(f"column {column!r} is empty")
-            return default
+            return self._default(column, default)
         try:
             value = float(self.cells[column])
         except ValueError:
@@ -70,7 +81,7 @@ class CsvRow:
         """The cell as yes or no: 1/0, true/false, yes/no; a version (``2``, ``v3``, ``fa2``) is a yes."""
         text = self.text(column, "").lower()
         if not text:
-            return default
+            return self._default(column, default)
         if text in _NO or re.fullmatch(r"0+(\.0*)?", text):
             return False
         if text in _YES or re.fullmatch(r"[a-z]*[ _-]?v?\d+(\.\d+)*", text):

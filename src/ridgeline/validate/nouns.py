@@ -74,7 +74,7 @@ def architecture(row: CsvRow) -> ModelSpec:
     experts = row.count("experts", experts, least=0)
     try:
         return ModelSpec(
-            name=row.text("model", row.text("id", f"{family}-{hidden}")),
+            name=row.text("model", "") or row.text("id", "") or f"{family}-{hidden}",
             family={"gpt": "gpt2"}.get(family, family),
             vocab_size=row.count("vocab", 51200 if biased else 32000),
             hidden_size=hidden,

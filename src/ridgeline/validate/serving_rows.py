@@ -33,6 +33,8 @@ vLLM's want more, and are further off with it (docs/accuracy.md)."""
 WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
 
+_CLIENTS = 4096
+"""Most clients of a row: each is simulated, and no published closed loop has more."""
 _BUDGET = 2048
 """Tokens: the least budget of an iteration behind TensorRT-LLM's rows. An assumption, chosen on those rows; vLLM's have
 its default."""
@@ -78,6 +80,8 @@ def _settled(row: CsvRow, inferred: bool) -> tuple[Experiment, str]:
 
 def _of_degree(row: CsvRow, tp: int, inferred: bool) -> Experiment:
     prompt, output, clients = row.count("input_len"), row.count("output_len"), row.count("concurrency")
+    if clients > _CLIENTS:
+        raise BadCell(f"column 'concurrency': {clients} clients are more than the {_CLIENTS} that are simulated")
     ep = row.count("ep", 1, least=0)
     if row.count("pp", 1) > 1:
         raise UserError("serving over pipeline stages is not predicted", "use rows with pp = 1")

@@ -66,6 +66,8 @@ def cases(
     Raises :class:`BadCell` for an unreadable cell, :class:`Incompatible` for an impossible run.
     """
     e, chosen = settled(row, workload, adapters)
+    if not row.has("global_batch"):
+        row.assumed["global_batch"] = str(e.batch_size)
     result = predict(e)
     eager = _native(row) and not row.flag("compile", False) and e.model.gated
     chains = dict(chains or (PLAIN_LLAMA if eager else {}))
@@ -157,7 +159,7 @@ def _layouts(row: CsvRow, spec: ModelSpec, ranks: int, stages: int) -> list[Layo
         Layout(*found)
         for found in product(
             [row.count("micro_batch")] if row.has("micro_batch") else micro,
-            [row.count("interleave", 1)] if row.has("interleave") or stages == 1 else sorted({1, *chunks[-1:]}),
+            [row.count("interleave")] if row.has("interleave") else sorted({1, *chunks[-1:]}) if stages > 1 else [1],
             [stated] if named else ["none", "full"],
         )
     ]
