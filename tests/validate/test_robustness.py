@@ -365,3 +365,16 @@ def test_more_clients_than_anyone_measures_are_not_simulated():
     """A slip of the keyboard would take minutes."""
     with pytest.raises(BadCell, match="65536 clients are more than"):
         serving.cases(row(**serving_row(concurrency=65536)))
+
+
+@pytest.mark.parametrize("cells", [{"layers": "1e9"}, {"seq_len": "1e9"}, {"n_devices": "1e9"}])
+def test_numbers_that_no_run_has_are_refused_at_once(cells):
+    """They used to be predicted, for minutes."""
+    with pytest.raises(BadCell, match="is more than 1e"):
+        training.cases(run_of(tokens_per_s_per_device=3000, **cells))
+
+
+def test_prompts_longer_than_any_context_are_refused_at_once():
+    cells = {"model": "llama3-8b", "device": "rtx3090", "backend": "llama.cpp", "tp": 1, "pp": 1, "batch": 1}
+    with pytest.raises(BadCell, match="is more than 1e"):
+        generation.cases(row(**cells, prompt_len="1e9", output_len=1, ttft_s=1, tpot_s=""))

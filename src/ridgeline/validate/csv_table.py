@@ -18,6 +18,8 @@ EMPTY = {"", "?", "na", "nan", "none", "null"}
 _YES = {"true", "t", "yes", "y", "on"}
 _NO = {"false", "f", "no", "n", "off"}
 _MOST = 1e15
+MOST_LAYERS, MOST_TOKENS, MOST_DEVICES = 10_000, 10_000_000, 1_000_000
+"""Of a model, of a sequence, of a run: beyond these a cell is a slip, which would take minutes to predict."""
 
 
 class BadCell(Exception):
@@ -68,13 +70,13 @@ class CsvRow:
             raise BadCell(f"column {column!r}: {self.cells[column]!r} is not larger than {above:g}")
         return value
 
-    def count(self, column: str, default: int | None = None, least: int = 1) -> int:
-        """The cell as a whole number of at least ``least``, and small enough to be one of something."""
+    def count(self, column: str, default: int | None = None, least: int = 1, most: float = _MOST) -> int:
+        """The cell as a whole number of at least ``least`` and at most ``most``."""
         value = self.number(column, default)
         if value != int(value) or value < least:
             raise BadCell(f"column {column!r}: {value:g} is not a whole number of at least {least}")
-        if value > _MOST:
-            raise BadCell(f"column {column!r}: {value:g} is more than {_MOST:.0e}")
+        if value > most:
+            raise BadCell(f"column {column!r}: {value:g} is more than {most:.0e}")
         return int(value)
 
     def flag(self, column: str, default: bool) -> bool:

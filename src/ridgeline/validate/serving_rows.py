@@ -15,7 +15,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case, largest_kinds
-from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.csv_table import MOST_TOKENS, BadCell, CsvRow
 from ridgeline.validate.degrees import tensor_degree
 from ridgeline.validate.generation_rows import cluster_of, long_enough
 from ridgeline.validate.nouns import device_of, model_of
@@ -79,7 +79,8 @@ def _settled(row: CsvRow, inferred: bool) -> tuple[Experiment, str]:
 
 
 def _of_degree(row: CsvRow, tp: int, inferred: bool) -> Experiment:
-    prompt, output, clients = row.count("input_len"), row.count("output_len"), row.count("concurrency")
+    prompt, output = (row.count(name, most=MOST_TOKENS) for name in ("input_len", "output_len"))
+    clients = row.count("concurrency")
     if clients > _CLIENTS:
         raise BadCell(f"column 'concurrency': {clients} clients are more than the {_CLIENTS} that are simulated")
     ep = row.count("ep", 1, least=0)

@@ -27,7 +27,7 @@ from ridgeline.techniques.memory.recompute import Recompute
 from ridgeline.techniques.precision.mixed_precision import MixedPrecision
 from ridgeline.techniques.registry import brief, has, of_kind, resolve
 from ridgeline.validate.case import Case, largest_kinds
-from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.csv_table import MOST_DEVICES, BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
 from ridgeline.validate.nouns import architecture, device_of
 
@@ -166,7 +166,7 @@ def _layouts(row: CsvRow, spec: ModelSpec, ranks: int, stages: int) -> list[Layo
 
 
 def _cluster(row: CsvRow) -> Cluster:
-    device, n = device_of(row), row.count("n_devices")
+    device, n = device_of(row), row.count("n_devices", most=MOST_DEVICES)
     each = math.gcd(n, row.count("nodes_of", 8))
     wire = network(row.text("inter_node", ""), device, each)
     return Cluster(device=device.model_copy(update={"network": wire}), devices_per_node=each, nodes=n // each)
