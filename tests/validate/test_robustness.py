@@ -365,6 +365,8 @@ def test_more_clients_than_anyone_measures_are_not_simulated():
     """A slip of the keyboard would take minutes."""
     with pytest.raises(BadCell, match="65536 clients are more than"):
         serving.cases(row(**serving_row(concurrency=65536)))
+    with pytest.raises(BadCell, match=r"512 clients with 512 \+ 100000 tokens"):
+        serving.cases(row(**serving_row(concurrency=512, output_len=100000)))
 
 
 @pytest.mark.parametrize("cells", [{"layers": "1e9"}, {"seq_len": "1e9"}, {"n_devices": "1e9"}])

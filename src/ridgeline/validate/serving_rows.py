@@ -35,6 +35,8 @@ WAVES = 10
 
 _CLIENTS = 4096
 """Most clients of a row: each is simulated, and no published closed loop has more."""
+_TOKENS = 10**8
+"""Most tokens of all requests, for the same reason: twice those of the largest published one."""
 _BUDGET = 2048
 """Tokens: the least budget of an iteration behind TensorRT-LLM's rows. An assumption, chosen on those rows; vLLM's have
 its default."""
@@ -83,6 +85,10 @@ def _of_degree(row: CsvRow, tp: int, inferred: bool) -> Experiment:
     clients = row.count("concurrency")
     if clients > _CLIENTS:
         raise BadCell(f"column 'concurrency': {clients} clients are more than the {_CLIENTS} that are simulated")
+    if (tokens := WAVES * clients * (prompt + output)) > _TOKENS:
+        raise BadCell(
+            f"{clients} clients with {prompt} + {output} tokens: {tokens:.0e} tokens in all are not simulated"
+        )
     ep = row.count("ep", 1, least=0)
     if row.count("pp", 1) > 1:
         raise UserError("serving over pipeline stages is not predicted", "use rows with pp = 1")
