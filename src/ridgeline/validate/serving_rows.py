@@ -35,8 +35,8 @@ WAVES = 10
 
 _CLIENTS = 4096
 """Most clients of a row: each is simulated, and no published closed loop has more."""
-_TOKENS = 10**8
-"""Most tokens of all requests, for the same reason: twice those of the largest published one."""
+_TOKENS = 500_000_000
+"""Most tokens of all requests, for the same reason: ten times those of the largest published one."""
 _BUDGET = 2048
 """Tokens: the least budget of an iteration behind TensorRT-LLM's rows. An assumption, chosen on those rows; vLLM's have
 its default."""
