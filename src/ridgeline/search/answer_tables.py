@@ -56,10 +56,20 @@ def answer_tables(a: Answer) -> list[Table]:
         tables[0].notes.append(
             f"the first plan takes {percent(a.best[0].over)} of the memory: little is left for error"
         )
-    front = sorted(a.found.front, key=lambda t: t.metrics["peak_bytes"])
+    front = shown_front(a.found.front)
     if len(front) > 1:
         tables.append(_table(f"Pareto front: {q.metric} against memory", front))
     return tables
+
+
+def shown_front(front: list[Tried]) -> list[Tried]:
+    """The front, smallest first, without plans that leave less than :data:`ALIKE` more of the memory than the next
+    better one."""
+    kept: list[Tried] = []
+    for t in sorted(front, key=lambda t: t.rank):
+        if not kept or kept[-1].over - t.over >= ALIKE:
+            kept.append(t)
+    return kept[::-1]
 
 
 def _table(title: str, plans: list[Tried], goal: str = "") -> Table:
