@@ -224,6 +224,15 @@ def test_engines_take_what_they_do_not_have():
     assert blocks["batch_mean"] > bare["batch_mean"]
 
 
+@pytest.mark.parametrize(("engine", "added"), [("hf", True), ("trtllm", True), ("vllm", False), ("ridgeline", False)])
+def test_what_an_engine_does_not_do_by_itself_is_said(engine, added):
+    """Hugging Face's generate has no queue to take requests from: a gain by one is not to be had there."""
+    notes = metrics(["continuous_batching", "chunked_prefill"], engine=engine)[1].notes
+    found = [n for n in notes if "does not by default" in n and "chunked_prefill" in n]
+    assert bool(found) == added
+    assert any("continuous_batching" in n for n in found) == (engine == "hf")
+
+
 @pytest.mark.parametrize(
     ("plan", "engine", "same"),
     [

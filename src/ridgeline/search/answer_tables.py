@@ -15,7 +15,7 @@ from ridgeline.search.found import ALIKE, Answer, Tried
 from ridgeline.search.kinds import difference
 from ridgeline.search.question import HIGHER
 from ridgeline.search.why import Relaxation, WhyNot
-from ridgeline.spec.workload import Generate, Training, Workload
+from ridgeline.spec.workload import Generate, Serve, Training, Workload
 from ridgeline.techniques.registry import brief, registry
 
 TIGHT = 0.95
@@ -52,6 +52,9 @@ def answer_tables(a: Answer) -> list[Table]:
     for plan, t in enumerate(a.best, 1):
         needed = unknown_host(t.metrics.get("host_bytes", 0.0), t.experiment.cluster)
         tables[0].notes += [f"plan {plan}: {note}" for note in needed]
+        if isinstance(q.workload, Serve) and not q.keeps_up(t.metrics):
+            rates = f"{metric(t.metrics['requests_per_s'], '')} of {q.workload.offered:g} requests/s"
+            tables[0].notes.append(f"plan {plan} does not keep up with the arrivals: it answers {rates}")
     if a.best and a.best[0].over > TIGHT:
         tables[0].notes.append(
             f"the first plan takes {percent(a.best[0].over)} of the memory: little is left for error"
