@@ -22,8 +22,8 @@ from ridgeline.techniques.technique import Technique
 GOALS = ("throughput", "latency", "cost", "memory")
 
 HIGHER = frozenset({
-    "tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "goodput_per_s", "requests_per_s", "slo_share", "answered_share",
-    "kv_cache_tokens",
+    "tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "goodput_per_s", "requests_per_s", "slo_share",
+    "answered_share", "kv_cache_tokens",
 })  # fmt: skip
 """Metrics of which higher is better; of all others, lower is."""
 

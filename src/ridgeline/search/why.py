@@ -310,11 +310,11 @@ def _most_tokens(q: Question) -> float:
 
 
 def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
-    """Per kind of change, its steps from small to large."""
+    """Per kind of change, its steps from small to large; of techniques, those first that were proven in the task."""
     if q.forbid or q.only:
         freed = [(f"allow {name}", replace(q, forbid=q.forbid - {name})) for name in sorted(q.forbid)]
         yield [*freed, ("allow every technique", replace(q, forbid=frozenset(), only=frozenset()))]
-    lossy = q.left_to_the_user()
+    lossy = sorted(q.left_to_the_user(), key=lambda name: q.workload.kind not in registry()[name].card.validated)
     yield [(f"--allow {name}", replace(q, allow=q.allow | {name})) for name in lossy]
     w = q.workload
     if isinstance(w, Training):
