@@ -113,13 +113,18 @@ def trade(t: Tried, first: Tried, goal: str) -> str:
     if abs(ratio - 1) >= 0.005:
         good, bad = _WORDS["speed" if goal.endswith("_s") else "price" if "dollars" in goal else ""]
         costs.append(f"{percent(abs(ratio - 1))} {good if better else bad}")
-    if t.experiment.task == "serve":
+    serving = t.experiment.task == "serve"
+    if serving:
         for key, name in _LATENCIES.items():
             if key != goal and key in t.metrics and first.metrics.get(key):
                 change = t.metrics[key] / first.metrics[key] - 1
                 if abs(change) >= ALIKE:
                     costs.append(f"{name} {percent(abs(change))} {'longer' if change > 0 else 'shorter'}")
-    elif abs(t.over - first.over) >= ALIKE:
+    elif "dollars" in goal:
+        speed = t.metrics["tokens_per_s"] / first.metrics["tokens_per_s"]
+        if abs(speed - 1) >= ALIKE:
+            costs.append(f"{speed:.2g}x as fast")
+    if not serving and abs(t.over - first.over) >= ALIKE:
         costs.append(f"{size(max(0.0, t.quick.limit - t.metrics['peak_bytes']))} spare")
     return f"{difference(t.kind, first.kind) or 'other devices'}: {', '.join(costs) or 'equal'}"
 
