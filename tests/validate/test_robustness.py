@@ -380,3 +380,19 @@ def test_prompts_longer_than_any_context_are_refused_at_once():
     cells = {"model": "llama3-8b", "device": "rtx3090", "backend": "llama.cpp", "tp": 1, "pp": 1, "batch": 1}
     with pytest.raises(BadCell, match="is more than 1e"):
         generation.cases(row(**cells, prompt_len="1e9", output_len=1, ttft_s=1, tpot_s=""))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_another_encoding_is_named_as_what_it_is(encoding, tmp_path):
+    """It was said to be of an unknown schema, in characters that no terminal shows."""
+    file = tmp_path / "gemm.csv"
+    file.write_text(GEMM + GOOD, encoding=encoding)
+    with pytest.raises(UserError, match="is not text in UTF-8"):
+        read_table(file)
+
+
+def test_an_unknown_name_lists_each_known_one_once():
+    with pytest.raises(UserError) as failed:
+        gemm.cases(row(device="zzzzzz", dtype="bf16", m=1, n=1, k=1, seconds=1))
+    names = str(failed.value).partition("known: ")[2].partition(", …")[0].split(", ")
+    assert len(names) == len({*names}) > 20

@@ -121,6 +121,8 @@ def read_table(path: Path) -> CsvTable:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as f:
             reader = csv.reader(f, skipinitialspace=True)
             header = next(reader, None)
+            if header and {"\0", "\ufffd"} & {*"".join(header)}:  # UTF-16, as Excel's Unicode text, or no text
+                raise UserError(f"{path} is not text in UTF-8", "save it as CSV in UTF-8")
             if not header or len(header) < 2:
                 raise UserError(f"{path} has no CSV header", "the first line must name the columns, comma-separated")
             columns = tuple(c.strip().lower() for c in header)
