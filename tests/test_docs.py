@@ -111,6 +111,15 @@ def test_the_card_of_blackwell_has_its_runs():
     assert "No training run" not in card
 
 
+def test_cards_say_which_engines_were_judged_on_the_class():
+    cards = {part.partition("\n")[0]: part for part in pages()["prediction-cards.md"]().split("\n## ")}
+    assert re.search(
+        r"^\| `vllm`, loads \| `h100-sxm` \| [\d]+ % \(\d+\), 102 rows \|.*\| fitted to .*H100", cards["hopper"], re.M
+    )
+    assert re.search(r"^\| `mlc`, fixed batches \| `a10g` \| – \| .*, 4 rows \| gap_s: .* A100", cards["ampere"], re.M)
+    assert "No generation or serving on this class" in cards["ada"]
+
+
 # ---- a page per technique -------------------------------------------------------------------------------------------
 
 

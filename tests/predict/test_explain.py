@@ -126,6 +126,18 @@ def test_what_waits_for_the_hosts_link_gains_by_a_faster_one():
     assert levers["bandwidth to host memory and disks"].factor == pytest.approx(1 + GAIN, rel=0.05)
 
 
+@pytest.mark.parametrize("device", ["rtx4090-xeon-6230", "a6000"])
+def test_what_an_optimizer_on_the_host_waits_for_has_a_lever(device):
+    """Most of the step is memory of the host, which no figure of the device shortens."""
+    plan = ["tensor_parallel:degree=8", "mixed_precision:weights=low", "zero_infinity"]
+    e = experiments.make("llama2-7b", f"8x{device}", {"kind": "finetune", "seq_len": 350, "batch_size": 8}, plan)
+    x = explain(e, moves=False)
+    levers = {v.resource: v.factor for v in x.levers}
+    assert next(c.share for c in x.tree.children if c.name == "optimizer") > 0.5
+    assert 1 < levers[RESOURCE_NAMES["server"]] < 1.3
+    assert levers[RESOURCE_NAMES["memory"]] is None
+
+
 def test_waiting_for_prompts_is_no_latency():
     """Faster launches do not shorten the iterations that read other requests' prompts."""
     work = {"kind": "serve", "rate": 4.0, "requests": 100}

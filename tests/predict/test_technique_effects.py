@@ -7,7 +7,7 @@ import pytest
 from ridgeline import catalog, experiments
 from ridgeline.graph import Op
 from ridgeline.graph.graph import changed
-from ridgeline.predict import predict
+from ridgeline.predict import predict, without_effect
 from ridgeline.predict.operators.kernel import op_time
 from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.spec.draft_head import CONFIG, FORMAT, head_spec
@@ -222,3 +222,34 @@ def test_engines_take_what_they_do_not_have():
     small = {**load, "output_len": 1500, "max_num_seqs": 256, "requests": 128}
     bare, blocks = (metrics(p, "rtx4090", **small)[0] for p in ([], ["paged_kv"]))
     assert blocks["batch_mean"] > bare["batch_mean"]
+
+
+@pytest.mark.parametrize(("engine", "added"), [("hf", True), ("trtllm", True), ("vllm", False), ("ridgeline", False)])
+def test_what_an_engine_does_not_do_by_itself_is_said(engine, added):
+    """Hugging Face's generate has no queue to take requests from: a gain by one is not to be had there."""
+    notes = metrics(["continuous_batching", "chunked_prefill"], engine=engine)[1].notes
+    found = [n for n in notes if "does not by default" in n and "chunked_prefill" in n]
+    assert bool(found) == added
+    assert any("continuous_batching" in n for n in found) == (engine == "hf")
+
+
+@pytest.mark.parametrize(
+    ("plan", "engine", "same"),
+    [
+        (["paged_kv", "chunked_prefill", "continuous_batching"], "trtllm", ["chunked_prefill", "paged_kv"]),
+        (["speculative:acceptance=0.01,tokens=16"], "vllm", ["speculative"]),
+        (["speculative:acceptance=0.7"], "vllm", []),
+        (["flash_attention"], "vllm", []),  # said in a note of the prediction
+    ],
+)
+def test_what_changes_no_metric_is_named(plan, engine, same):
+    load = {**STEADY, "engine": engine, "concurrency": 8, "requests": 16}
+    assert without_effect(experiments.make("llama2-7b", "a100-80g-sxm", load, plan)) == same
+
+
+def test_an_engine_without_one_kernel_for_attention_gains_by_it():
+    """llama.cpp of 2024 had it as an option: what is predicted with it must not be said to be predicted without."""
+    bare, (fast, result) = metrics([], engine="llama.cpp")[0], metrics(["flash_attention"], engine="llama.cpp")
+    assert fast["tpot_s"] < bare["tpot_s"]
+    assert not [n for n in result.notes if "predicted as without" in n]
+    assert any("predicted as without flash_attention" in n for n in metrics(["flash_attention"])[1].notes)

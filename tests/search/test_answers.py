@@ -1,12 +1,15 @@
 """What `plan` writes is what `predict` reads: the same metrics, for every task and goal, and no plan twice."""
 
+from itertools import pairwise
+
 import pytest
 
 from ridgeline import catalog, experiments
 from ridgeline.predict import predict
 from ridgeline.report.console import SearchBar
 from ridgeline.search import Question, search
-from ridgeline.search.answer_tables import write_plans
+from ridgeline.search.answer_tables import answer_tables, shown_front, trade, write_plans
+from ridgeline.search.found import ALIKE
 
 FEW = frozenset({"zero", "recompute", "lora", "mixed_precision", "data_parallel", "tensor_parallel", "rtn"})
 SMALL = {"kind": "pretrain", "seq_len": 512, "batch_size": 16}
@@ -66,6 +69,31 @@ def test_the_least_memory_leaves_no_layer_on_the_device():
     assert best.experiment.plan.option("zero_inference", "resident") == 0
     layer = 2 * e.model.num_parameters / e.model.num_layers
     assert best.metrics["peak_bytes"] < 6 * layer
+
+
+def test_the_front_that_is_shown_has_no_plans_that_are_alike():
+    """Offloading the states of an adapter, or another micro-batch, is no trade."""
+    e = experiments.make("llama2-7b", "8xrtx3090", {"kind": "finetune", "seq_len": 350, "batch_size": 8}, [])
+    a = search(Question(e.model, e.cluster, e.workload, allow=frozenset({"lora"})), workers=1)
+    shown = shown_front(a.found.front)
+    assert 1 < len(shown) < len(a.found.front)
+    assert shown[-1] is min(a.found.front, key=lambda t: t.rank)
+    gaps = [(better.over - t.over, better.rank < t.rank) for t, better in pairwise(shown)]
+    assert all(gap >= ALIKE and ahead for gap, ahead in gaps)
+    assert len(answer_tables(a)[1].rows) == len(shown)
+
+
+def test_the_trade_of_a_dearer_plan_says_how_fast_it_is():
+    """One device that takes five times as long for a little more money."""
+    e = experiments.make("llama3.1-8b", "4xh100-sxm", {"kind": "finetune", "seq_len": 2048, "batch_size": 16}, [])
+    few = frozenset({"zero", "zero_offload", "mixed_precision", "flash_attention"})
+    q = Question(e.model, e.cluster, e.workload, "cost", only=few)
+    first, *others = search(q, workers=1).best
+    others = [t for t in others if t.experiment.cluster.size != first.experiment.cluster.size]
+    assert others
+    for t in others:
+        speed = t.metrics["tokens_per_s"] / first.metrics["tokens_per_s"]
+        assert f"more expensive, {speed:.2g}x as fast" in trade(t, first, q.metric)
 
 
 def test_the_end_is_said_though_one_worker_was_done_before_another_said_its_number(capfd):

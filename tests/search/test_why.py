@@ -10,7 +10,7 @@ from ridgeline.predict.quick import quick
 from ridgeline.search import Question, search
 from ridgeline.search.found import Tried
 from ridgeline.search.why import _unproven, closest_miss, relaxations, why_not
-from ridgeline.spec.workload import Generate, Pretrain
+from ridgeline.spec.workload import FineTune, Generate, Pretrain
 from ridgeline.techniques.registry import techniques_of
 
 FEW = frozenset({"zero", "recompute", "flash_attention", "mixed_precision", "data_parallel"})
@@ -101,3 +101,16 @@ def test_a_limit_that_nobody_keeps_is_loosened_to_the_nearest():
     assert name == "tpot_s"
     kept = search(replace(answer.question, slo={"tpot_s": float(value) * 1.01}))
     assert kept.best
+
+
+def test_how_far_behind_is_said_only_of_what_was_searched():
+    """Beyond the reach of the bounds few plans with a technique are timed, and not the best ones."""
+    few = frozenset({"lora", "qlora", "pipeline", "tensor_parallel", "data_parallel", "mixed_precision"})
+    q = question(on="4xrtx4090", workload=FineTune(seq_len=350, batch_size=4), only=few)
+    answer = search(q, workers=1)
+    assert answer.found.counts["bounded"]
+    found = [w for w in why_not(answer) if w.what.startswith(("pipeline", "tensor_parallel"))]
+    assert found
+    for w in found:
+        claimed = re.fullmatch(r"its best plan is ([\d.]+)x behind the best plan", w.therefore)
+        assert "at least 1.1x behind" in w.therefore or (claimed and float(claimed[1]) <= 1.1)

@@ -19,7 +19,7 @@ from ridgeline.validate import training_rows as training
 from ridgeline.validate.csv_table import BadCell, CsvRow, read_table
 from ridgeline.validate.run import run
 from ridgeline.validate.score import baseline
-from ridgeline.validate.validation_report import rows_csv
+from ridgeline.validate.validation_report import assumed_lines, rows_csv
 
 DEVICES = [
     "a100-40g-sxm", "a100-80g-sxm", "a100-80g-pcie", "a800-80g", "h100-sxm", "h100-pcie", "h100-96g-hbm2e-500w",
@@ -327,3 +327,72 @@ def test_every_row_is_exported_with_its_prediction(tmp_path):
     assert float(rows[0]["error"]) == pytest.approx(case.predicted / 2e-5 - 1, abs=1e-4)
     assert "no-such" in rows[1]["skipped"]
     assert rows[1]["predicted"] == ""
+
+
+def test_what_rows_do_not_state_is_said(tmp_path):
+    """With what was taken for it, in the report and beside each row; what they state is not."""
+    file = tmp_path / "training.csv"
+    base = run_of(tokens_per_s_per_device=3000, tp="", precision="?", global_batch="").cells
+    stated = {**base, "tp": "1", "precision": "bf16", "global_batch": "32"}
+    file.write_text("\n".join([",".join(base), *(",".join(r.values()) for r in (base, stated))]))
+    report = run(file)
+    assert report.files[0].assumed() == {name: {value: 1} for name, value in (
+        ("global_batch", "8"), ("precision", "bf16"), ("tp", "1"))}  # fmt: skip
+    assert assumed_lines(report) == ["training.csv: not stated, and taken as: global_batch 8 (rows: 1);"
+                                     " precision bf16 (rows: 1); tp 1 (rows: 1)"]  # fmt: skip
+    rows = list(csv.DictReader(rows_csv(report, tmp_path / "rows.csv").open(encoding="utf-8")))
+    assert {r["not_stated"] for r in rows if r["line"] == "2"} == {"global_batch=8; precision=bf16; tp=1"}
+    assert {r["not_stated"] for r in rows if r["line"] == "3"} == {""}
+
+
+def test_a_format_whose_column_is_missing_is_said(tmp_path):
+    cells = {k: v for k, v in serving_row().items() if k not in ("precision", "backend")}
+    file = tmp_path / "serving.csv"
+    file.write_text("\n".join([",".join(cells), ",".join(map(str, cells.values()))]))
+    assert {"precision", "backend"} <= set(run(file).files[0].assumed())
+
+
+def test_the_worst_rows_are_different_ones(tmp_path):
+    """Equal ones that were measured several times would crowd out the others."""
+    file = tmp_path / "gemm.csv"
+    others = "".join(f"h100-sxm,bf16,{m},4096,4096,5e-5,test\n" for m in (1, 8, 64, 128))
+    file.write_text(GEMM + 9 * GOOD.replace("2e-5", "1e-3") + others)
+    worst = run(file).files[0].worst
+    assert len({c.label for c in worst}) == len(worst) == 5
+
+
+def test_more_clients_than_anyone_measures_are_not_simulated():
+    """A slip of the keyboard would take minutes."""
+    with pytest.raises(BadCell, match="65536 clients are more than"):
+        serving.cases(row(**serving_row(concurrency=65536)))
+    with pytest.raises(BadCell, match=r"512 clients with 512 \+ 100000 tokens"):
+        serving.cases(row(**serving_row(concurrency=512, output_len=100000)))
+
+
+@pytest.mark.parametrize("cells", [{"layers": "1e9"}, {"seq_len": "1e9"}, {"n_devices": "1e9"}])
+def test_numbers_that_no_run_has_are_refused_at_once(cells):
+    """They used to be predicted, for minutes."""
+    with pytest.raises(BadCell, match="is more than 1e"):
+        training.cases(run_of(tokens_per_s_per_device=3000, **cells))
+
+
+def test_prompts_longer_than_any_context_are_refused_at_once():
+    cells = {"model": "llama3-8b", "device": "rtx3090", "backend": "llama.cpp", "tp": 1, "pp": 1, "batch": 1}
+    with pytest.raises(BadCell, match="is more than 1e"):
+        generation.cases(row(**cells, prompt_len="1e9", output_len=1, ttft_s=1, tpot_s=""))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_another_encoding_is_named_as_what_it_is(encoding, tmp_path):
+    """It was said to be of an unknown schema, in characters that no terminal shows."""
+    file = tmp_path / "gemm.csv"
+    file.write_text(GEMM + GOOD, encoding=encoding)
+    with pytest.raises(UserError, match="is not text in UTF-8"):
+        read_table(file)
+
+
+def test_an_unknown_name_lists_each_known_one_once():
+    with pytest.raises(UserError) as failed:
+        gemm.cases(row(device="zzzzzz", dtype="bf16", m=1, n=1, k=1, seconds=1))
+    names = str(failed.value).partition("known: ")[2].partition(", …")[0].split(", ")
+    assert len(names) == len({*names}) > 20

@@ -37,6 +37,7 @@ def predict(
 ) -> None:
     """What will this plan give on that hardware? Exit code 1 when it does not fit."""
     from ridgeline.predict import predict as run
+    from ridgeline.predict import without_effect
     from ridgeline.report.console import print_result
 
     if fleet:
@@ -47,6 +48,8 @@ def predict(
     else:
         e = experiment_from_options(ctx, model, on, task, with_, plan, given)
         result = run(e)
+        if same := without_effect(e):
+            result.notes.append(f"in this workload every metric is the same without {', '.join(same)}")
         if trace:
             predicted_trace(e, trace)
     if save:

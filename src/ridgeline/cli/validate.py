@@ -27,6 +27,7 @@ def validate(
     from ridgeline.report import console
     from ridgeline.validate.run import run
     from ridgeline.validate.validation_report import (
+        assumed_lines,
         regret_table,
         rows_csv,
         score_table,
@@ -47,7 +48,7 @@ def validate(
     else:
         tables = [score_table(report), regret_table(report), worst_table(report)]
         console.print_tables(*(t for t in tables if t is not None))
-        for line in skipped_lines(report):
+        for line in [*skipped_lines(report), *assumed_lines(report)]:
             say(line)
     if not report.judged:
         say("no row could be judged")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ridgeline import catalog
 from ridgeline.docs.markdown import table
+from ridgeline.predict.serving.engine_costs import ENGINES
 from ridgeline.spec.efficiency import Efficiency
 
 KINDS = {"gemm": "matrix products", "prefill": "attention over a prompt", "decode": "attention of one token",
@@ -17,11 +18,12 @@ Errors = dict[str, dict[str, float]]
 
 
 def device_markdown(results: Path) -> str:
-    """``docs/prediction-cards.md``, from ``predict_operators.json`` and ``predict_training.json`` in ``results``, the
-    checkout's ``benchmarks/results``, and from what its ``docs/accuracy.md`` says of devices on which nothing was
-    fitted."""
-    operators, training = (
-        json.loads((results / f"predict_{name}.json").read_text(encoding="utf-8")) for name in ("operators", "training")
+    """``docs/prediction-cards.md``, from ``predict_operators.json``, ``predict_training.json`` and
+    ``predict_inference.json`` in ``results``, the checkout's ``benchmarks/results``, and from what its
+    ``docs/accuracy.md`` says of devices on which nothing was fitted."""
+    operators, training, inference = (
+        json.loads((results / f"predict_{name}.json").read_text(encoding="utf-8"))
+        for name in ("operators", "training", "inference")
     )
     accuracy = (results.parents[1] / "docs" / "accuracy.md").read_text(encoding="utf-8")
     classes: dict[str, list[str]] = {}
@@ -43,6 +45,7 @@ def device_markdown(results: Path) -> str:
             _operators(constants, operators),
             _published(published),
             _steps(devices, training, any("runs" in row[1] for row in published)),
+            _inference(devices, inference),
         ]
     return "\n\n".join(p for p in parts if p) + "\n"
 
@@ -134,3 +137,40 @@ def _steps(devices: list[str], training: dict[str, Any], published: bool) -> str
     return "Whole training steps, as published:\n\n" + table(
         "| stack | device | runs | as shipped | stack left out |", rows
     )
+
+
+_FIELDS = ", fields only"
+"""Suffix of a load's results by who knows only the fields of its file."""
+
+
+def _inference(devices: list[str], results: dict[str, Any]) -> str:
+    """Generation and serving on these devices, by engine; loads as by who knows only their file's fields."""
+    found: dict[tuple[str, str, str], dict[str, list[tuple[int, float, float]]]] = {}
+    for kind, title in (("generation", "fixed batches"), ("generation_engines", "fixed batches"), ("serving", "loads")):
+        for r in results[kind]:
+            parts = r["regime"].removesuffix(_FIELDS).rsplit(" ", 3)  # model, device, engine, degree
+            if len(parts) < 4 or parts[1] not in devices or r["regime"].endswith(_FIELDS) != (kind == "serving"):
+                continue
+            errors = found.setdefault((parts[2], parts[1], title), {})
+            errors.setdefault(r["quantity"], []).append((r["n"], r["mean_ape"], r["median_ape"]))
+    if not found:
+        return "No generation or serving on this class is among the open data."
+    rows = [
+        [f"`{engine}`, {title}", f"`{device}`", *(_pooled(errors.get(q, [])) for q in ("ttft_s", "tpot_s")),
+         ENGINES[engine].source]
+        for (engine, device, title), errors in sorted(found.items())
+    ]  # fmt: skip
+    return (
+        "Generation and serving, as published; of loads only what their file states is known, not how they"
+        " were generated. Constants that were fitted on these very rows have no held-out error here:\n\n"
+        + table("| engine | device | time to first token | time per further token | its constants |", rows)
+    )
+
+
+def _pooled(found: list[tuple[int, float, float]]) -> str:
+    """Mean and median over all rows, each as the mean over groups, weighted by their rows."""
+    n = sum(each for each, *_ in found)
+    if not n:
+        return "–"
+    mean, middle = (sum(group[0] * group[i] for group in found) / n for i in (1, 2))
+    return f"{100 * mean:.0f} % ({100 * middle:.0f}), {n} row{'s' * (n > 1)}"

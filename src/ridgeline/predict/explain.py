@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ridgeline.predict.machine import machine
+from ridgeline.predict.operators.host_work import faster_host
 from ridgeline.predict.predict import predict
 from ridgeline.spec.device import Cluster, Device, Link, Rate
 from ridgeline.spec.errors import UserError
@@ -20,14 +21,15 @@ from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.result import Result, Row
 from ridgeline.techniques.registry import registry
 
-Resource = Literal["compute", "memory", "link", "latency", "host"]
-RESOURCES: tuple[Resource, ...] = ("compute", "memory", "link", "latency", "host")
+Resource = Literal["compute", "memory", "link", "latency", "host", "server"]
+RESOURCES: tuple[Resource, ...] = ("compute", "memory", "link", "latency", "host", "server")
 RESOURCE_NAMES = {
     "compute": "matrix-multiply rate",
     "memory": "memory bandwidth",
     "link": "bandwidth between devices",
     "latency": "launch and message latency",
     "host": "bandwidth to host memory and disks",
+    "server": "the host's own memory bandwidth and cores",
 }
 GAIN = 0.10
 """The speedup that the levers are solved for."""
@@ -254,6 +256,8 @@ def improved(d: Device, resource: Resource, factor: float) -> Device:
         update |= {"host_link": faster(d.host_link), "disk": faster(d.disk)}
         if d.host is not None and d.host.pcie_bandwidth:
             update["host"] = d.host.model_copy(update={"pcie_bandwidth": d.host.pcie_bandwidth * factor})
+    elif resource == "server":
+        update["host"] = faster_host(d.host, factor)
     elif resource == "latency":
         update["launch_latency"] = d.launch_latency / factor
         update["efficiency"] = constants.model_copy(update={"clock": constants.clock / factor})

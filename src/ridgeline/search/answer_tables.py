@@ -15,7 +15,7 @@ from ridgeline.search.found import ALIKE, Answer, Tried
 from ridgeline.search.kinds import difference
 from ridgeline.search.question import HIGHER
 from ridgeline.search.why import Relaxation, WhyNot
-from ridgeline.spec.workload import Generate, Training, Workload
+from ridgeline.spec.workload import Generate, Serve, Training, Workload
 from ridgeline.techniques.registry import brief, registry
 
 TIGHT = 0.95
@@ -52,14 +52,27 @@ def answer_tables(a: Answer) -> list[Table]:
     for plan, t in enumerate(a.best, 1):
         needed = unknown_host(t.metrics.get("host_bytes", 0.0), t.experiment.cluster)
         tables[0].notes += [f"plan {plan}: {note}" for note in needed]
+        if isinstance(q.workload, Serve) and not q.keeps_up(t.metrics):
+            rates = f"{metric(t.metrics['requests_per_s'], '')} of {q.workload.offered:g} requests/s"
+            tables[0].notes.append(f"plan {plan} does not keep up with the arrivals: it answers {rates}")
     if a.best and a.best[0].over > TIGHT:
         tables[0].notes.append(
             f"the first plan takes {percent(a.best[0].over)} of the memory: little is left for error"
         )
-    front = sorted(a.found.front, key=lambda t: t.metrics["peak_bytes"])
+    front = shown_front(a.found.front)
     if len(front) > 1:
         tables.append(_table(f"Pareto front: {q.metric} against memory", front))
     return tables
+
+
+def shown_front(front: list[Tried]) -> list[Tried]:
+    """The front, smallest first, without plans that leave less than :data:`ALIKE` more of the memory than the next
+    better one."""
+    kept: list[Tried] = []
+    for t in sorted(front, key=lambda t: t.rank):
+        if not kept or kept[-1].over - t.over >= ALIKE:
+            kept.append(t)
+    return kept[::-1]
 
 
 def _table(title: str, plans: list[Tried], goal: str = "") -> Table:
@@ -100,13 +113,18 @@ def trade(t: Tried, first: Tried, goal: str) -> str:
     if abs(ratio - 1) >= 0.005:
         good, bad = _WORDS["speed" if goal.endswith("_s") else "price" if "dollars" in goal else ""]
         costs.append(f"{percent(abs(ratio - 1))} {good if better else bad}")
-    if t.experiment.task == "serve":
+    serving = t.experiment.task == "serve"
+    if serving:
         for key, name in _LATENCIES.items():
             if key != goal and key in t.metrics and first.metrics.get(key):
                 change = t.metrics[key] / first.metrics[key] - 1
                 if abs(change) >= ALIKE:
                     costs.append(f"{name} {percent(abs(change))} {'longer' if change > 0 else 'shorter'}")
-    elif abs(t.over - first.over) >= ALIKE:
+    elif "dollars" in goal:
+        speed = t.metrics["tokens_per_s"] / first.metrics["tokens_per_s"]
+        if abs(speed - 1) >= ALIKE:
+            costs.append(f"{speed:.2g}x as fast")
+    if not serving and abs(t.over - first.over) >= ALIKE:
         costs.append(f"{size(max(0.0, t.quick.limit - t.metrics['peak_bytes']))} spare")
     return f"{difference(t.kind, first.kind) or 'other devices'}: {', '.join(costs) or 'equal'}"
 

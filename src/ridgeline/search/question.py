@@ -23,13 +23,15 @@ GOALS = ("throughput", "latency", "cost", "memory")
 
 HIGHER = frozenset({
     "tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "goodput_per_s", "requests_per_s", "slo_share",
-    "kv_cache_tokens",
+    "answered_share", "kv_cache_tokens",
 })  # fmt: skip
 """Metrics of which higher is better; of all others, lower is."""
 
 FALLS_BEHIND = 0.1
-"""Share of a simulation's requests that wait at its end, from which an engine is taken not to keep up with arrivals."""
+"""Share of a simulation's requests that wait at its end, below which an engine is taken to keep up with arrivals."""
 
+BEHIND = 1e3
+"""What the cost of one that does not is multiplied by: more than prices of plans differ by."""
 
 BATCH_PER_DEVICE = 4
 """Sequences per device of a training batch that is left open."""
@@ -182,15 +184,28 @@ class Question:
 
     def rank(self, metrics: Mapping[str, float]) -> float:
         """The goal as a number of which less is better. Engines that keep up with the arrivals have equal throughput:
-        the load's."""
+        the load's. Those that do not are cheap, as they never idle, and no answer to the question: they come behind."""
         value = metrics[self.metric]
         w, served = self.workload, metrics.get("requests_per_s")
         if self.metric == "tokens_per_s" and isinstance(w, Serve) and w.offered and served:
-            offered = float(f"{w.offered * value / served:.9g}")
-            # A queue that grows to the end holds back twice the mean latency's worth of requests.
-            backlog = 2 * metrics["e2e_s"] * served / (w.requests or REQUESTS)
-            value = offered if backlog < FALLS_BEHIND else min(value, (1 - FALLS_BEHIND) * offered)
+            # Replicas take turns, and one of them is simulated: its requests' mean length is not that of all.
+            offered = w.offered * w.output_len if w.trace is None else float(f"{w.offered * value / served:.9g}")
+            value = offered if self.keeps_up(metrics) else min(value, (1 - FALLS_BEHIND) * offered)
+        if self.goal == "cost" and not self.keeps_up(metrics):
+            value *= BEHIND
         return -value if self.metric in HIGHER else value
+
+    def keeps_up(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an engine answers requests as fast as they arrive; one whose load waits for its answers always
+        does. One that does not holds back many at the end, and ever more."""
+        w, served = self.workload, metrics.get("requests_per_s")
+        if not (isinstance(w, Serve) and w.offered and served):
+            return True
+        requests = w.requests or REQUESTS
+        # A queue that grows to the end holds back twice the mean latency's worth of requests.
+        few = 2 * metrics["e2e_s"] * served / requests < FALLS_BEHIND
+        # What is under way at two times differs by chance, by no more than a few of the requests' square root.
+        return few or metrics.get("answered_share", 0.0) > 1 - 2 / math.sqrt(requests)
 
     def misses(self, metrics: Mapping[str, float], but: Sequence[str] = ()) -> list[str]:
         """The limits that these metrics break, in words; those of ``but`` do not count."""

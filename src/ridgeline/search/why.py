@@ -13,6 +13,7 @@ from ridgeline.predict.predict import predict
 from ridgeline.predict.quick import quick
 from ridgeline.predict.serving.arrivals import requests
 from ridgeline.report.units import percent, size
+from ridgeline.search.expand import SLACK
 from ridgeline.search.found import ALIKE, WORTH, Answer, Tried
 from ridgeline.search.question import Question
 from ridgeline.search.search import search
@@ -67,7 +68,8 @@ def why_not(answer: Answer) -> list[WhyNot]:
             continue
         other = answer.found.with_technique.get(name)
         if other and best and reference:
-            out.append(_unproven(q, name, best, other) or _slower(q, name, best, reference, other))
+            whole = q.goal == "memory" or not answer.found.counts["bounded"]
+            out.append(_unproven(q, name, best, other) or _slower(q, name, best, reference, other, whole))
             continue
         if name in answer.without_effect:
             out.append(WhyNot(name, "it changes neither time nor memory here", "it was left out"))
@@ -130,9 +132,10 @@ def _misses(t: Tried) -> str:
     return size_of(t) if not t.quick.fits else "; ".join(t.missed)
 
 
-def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried) -> WhyNot:
+def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried, whole: bool) -> WhyNot:
     """Compare the best plan that has it with the best of all: which phases grew, or where it is far behind because it
-    cannot be in the best plan: why not."""
+    cannot be in the best plan: why not. ``whole``: no plan was left out for its time; otherwise plans that are further
+    behind than :data:`SLACK` are mostly not timed, and the best of those that were may not be the best there is."""
     more, fewer = other.experiment.cluster.size, best.experiment.cluster.size
     if q.goal == "cost" and more > fewer:
         causes = f"it takes {more} devices, not {fewer}"
@@ -149,8 +152,10 @@ def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried
     if behind > WORTH:
         causes = _beside(q, best, registry()[name]) or causes
     extra = " + ".join(s for s in brief(other.experiment.plan) if s.split(":")[0] == name)
-    verdict = "no better" if behind < 1.005 else f"{behind:.2f}x behind the best plan"
-    return WhyNot(extra or name, causes, f"its best plan is {verdict}")
+    verdict = "its best plan is no better" if behind < 1.005 else f"its best plan is {behind:.2f}x behind the best plan"
+    if behind > SLACK and not whole:
+        verdict = f"its plans are at least {SLACK:g}x behind the best plan, and {behind:.2f}x where one was timed"
+    return WhyNot(extra or name, causes, verdict)
 
 
 def _larger(best: Tried, other: Tried) -> list[str]:
@@ -311,11 +316,11 @@ def _most_tokens(q: Question) -> float:
 
 
 def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
-    """Per kind of change, its steps from small to large."""
+    """Per kind of change, its steps from small to large; of techniques, those first that were proven in the task."""
     if q.forbid or q.only:
         freed = [(f"allow {name}", replace(q, forbid=q.forbid - {name})) for name in sorted(q.forbid)]
         yield [*freed, ("allow every technique", replace(q, forbid=frozenset(), only=frozenset()))]
-    lossy = q.left_to_the_user()
+    lossy = sorted(q.left_to_the_user(), key=lambda name: q.workload.kind not in registry()[name].card.validated)
     yield [(f"--allow {name}", replace(q, allow=q.allow | {name})) for name in lossy]
     w = q.workload
     if isinstance(w, Training):

@@ -47,7 +47,7 @@ def nearest(name: str, choices: Iterable[str], n: int = 3) -> list[str]:
 
 def unknown(kind: str, name: str, choices: Iterable[str], where: str = "") -> UserError:
     """The error for a name that is not in ``choices``: names it, where it stands, and the nearest valid names."""
-    known = sorted(choices)
+    known = sorted(set(choices))
     close = nearest(name, known)
     place = f" in {where}" if where else ""
     if close:

@@ -42,6 +42,8 @@ class Case:
     those that they were fitted on), or class default."""
     line: int = 0
     """Line of the file."""
+    assumed: tuple[tuple[str, str], ...] = ()
+    """(column, value) of what the row does not state."""
 
     @property
     def error(self) -> float:

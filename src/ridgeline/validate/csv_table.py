@@ -8,14 +8,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ridgeline.spec.errors import UserError
 
+T = TypeVar("T", int, float, bool)
 EMPTY = {"", "?", "na", "nan", "none", "null"}
 """Values that mean "not published"."""
 _YES = {"true", "t", "yes", "y", "on"}
 _NO = {"false", "f", "no", "n", "off"}
 _MOST = 1e15
+MOST_LAYERS, MOST_TOKENS, MOST_DEVICES = 10_000, 10_000_000, 1_000_000
+"""Of a model, of a sequence, of a run: beyond these a cell is a slip, which would take minutes to predict."""
 
 
 class BadCell(Exception):
@@ -28,6 +32,8 @@ class CsvRow:
 
     line: int
     cells: dict[str, str]
+    assumed: dict[str, str] = field(default_factory=dict)
+    """What was taken for cells that are empty, and for names and formats whose column is missing."""
 
     def has(self, column: str) -> bool:
         """Whether the column exists and has a value."""
@@ -39,14 +45,21 @@ class CsvRow:
             return self.cells[column].strip()
         if default is None:
             raise BadCell(f"column {column!r} is empty")
+        if default:
+            self.assumed[column] = default
         return default
+
+    def _default(self, column: str, value: T) -> T:
+        if column in self.cells:
+            self.assumed[column] = {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value:g}"
+        return value
 
     def number(self, column: str, default: float | None = None, *, above: float | None = None) -> float:
         """The cell as a finite number, larger than ``above`` where given."""
         if not self.has(column):
             if default is None:
                 raise BadCell(f"column {column!r} is empty")
-            return default
+            return self._default(column, default)
         try:
             value = float(self.cells[column])
         except ValueError:
@@ -57,20 +70,20 @@ class CsvRow:
             raise BadCell(f"column {column!r}: {self.cells[column]!r} is not larger than {above:g}")
         return value
 
-    def count(self, column: str, default: int | None = None, least: int = 1) -> int:
-        """The cell as a whole number of at least ``least``, and small enough to be one of something."""
+    def count(self, column: str, default: int | None = None, least: int = 1, most: float = _MOST) -> int:
+        """The cell as a whole number of at least ``least`` and at most ``most``."""
         value = self.number(column, default)
         if value != int(value) or value < least:
             raise BadCell(f"column {column!r}: {value:g} is not a whole number of at least {least}")
-        if value > _MOST:
-            raise BadCell(f"column {column!r}: {value:g} is more than {_MOST:.0e}")
+        if value > most:
+            raise BadCell(f"column {column!r}: {value:g} is more than {most:.0e}")
         return int(value)
 
     def flag(self, column: str, default: bool) -> bool:
         """The cell as yes or no: 1/0, true/false, yes/no; a version (``2``, ``v3``, ``fa2``) is a yes."""
         text = self.text(column, "").lower()
         if not text:
-            return default
+            return self._default(column, default)
         if text in _NO or re.fullmatch(r"0+(\.0*)?", text):
             return False
         if text in _YES or re.fullmatch(r"[a-z]*[ _-]?v?\d+(\.\d+)*", text):
@@ -108,6 +121,8 @@ def read_table(path: Path) -> CsvTable:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as f:
             reader = csv.reader(f, skipinitialspace=True)
             header = next(reader, None)
+            if header and {"\0", "\ufffd"} & {*"".join(header)}:  # UTF-16, as Excel's Unicode text, or no text
+                raise UserError(f"{path} is not text in UTF-8", "save it as CSV in UTF-8")
             if not header or len(header) < 2:
                 raise UserError(f"{path} has no CSV header", "the first line must name the columns, comma-separated")
             columns = tuple(c.strip().lower() for c in header)

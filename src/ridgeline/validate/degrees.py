@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.result import Result
-from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.csv_table import MOST_DEVICES, BadCell, CsvRow
 
 _DEGREES = (1, 2, 4, 8)
 
@@ -17,7 +17,7 @@ def tensor_degree(row: CsvRow, predicted: Callable[[int], Result]) -> tuple[int,
     ``predicted``: the row's prediction at a degree. Raises :class:`BadCell` if no degree fits.
     """
     if row.has("tp"):
-        return row.count("tp"), ""
+        return row.count("tp", most=MOST_DEVICES), ""
     why = ""
     for degree in _DEGREES:
         try:

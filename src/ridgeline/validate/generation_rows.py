@@ -18,7 +18,7 @@ from ridgeline.spec.result import Row
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case, largest_kinds
-from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.csv_table import MOST_TOKENS, BadCell, CsvRow
 from ridgeline.validate.degrees import tensor_degree
 from ridgeline.validate.nouns import device_of, model_of
 from ridgeline.validate.precisions import plan_of
@@ -55,7 +55,7 @@ def _settled(row: CsvRow) -> tuple[Experiment, str]:
 
 
 def _of_degree(row: CsvRow, tp: int) -> Experiment:
-    prompt, output = row.count("prompt_len"), row.count("output_len")
+    prompt, output = (row.count(name, most=MOST_TOKENS) for name in ("prompt_len", "output_len"))
     workload = Generate(
         batch_size=row.count("batch", 1), prompt_len=prompt, output_len=output, engine=engine_behind(row)
     )

@@ -14,7 +14,7 @@ from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.registry import brief, resolve
 from ridgeline.validate.case import Case
-from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.csv_table import MOST_DEVICES, BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
 from ridgeline.validate.nouns import device_of, model_of
 
@@ -57,7 +57,7 @@ def cases(row: CsvRow) -> list[Case]:
 
 def experiment(row: CsvRow, baseline: bool = False) -> Experiment:
     """The run of a row; ``baseline``: without recomputation and sequence parallelism."""
-    tp, pp, ranks = row.count("tensor_par"), row.count("pipeline_par"), row.count("num_procs")
+    tp, pp, ranks = row.count("tensor_par"), row.count("pipeline_par"), row.count("num_procs", most=MOST_DEVICES)
     spec = model_of(row).model_copy(update={"dropout": 0.1})
     each = math.gcd(8, ranks)
     device = device_of(row, _DEVICE)

@@ -8,7 +8,7 @@ from ridgeline import catalog
 from ridgeline.spec.device import Device, Link
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
-from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.csv_table import MOST_LAYERS, MOST_TOKENS, BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
 
 _BIASED = ("gpt", "gpt2", "gpt3", "megatron", "opt", "bloom", "gpt_neox", "gpt_neo", "gptj")
@@ -74,16 +74,16 @@ def architecture(row: CsvRow) -> ModelSpec:
     experts = row.count("experts", experts, least=0)
     try:
         return ModelSpec(
-            name=row.text("model", row.text("id", f"{family}-{hidden}")),
+            name=row.text("model", "") or row.text("id", "") or f"{family}-{hidden}",
             family={"gpt": "gpt2"}.get(family, family),
             vocab_size=row.count("vocab", 51200 if biased else 32000),
             hidden_size=hidden,
-            num_layers=row.count("layers"),
+            num_layers=row.count("layers", most=MOST_LAYERS),
             num_heads=heads,
             num_kv_heads=row.count("kv_heads", heads),
             head_dim=row.count("head_dim", max(1, hidden // heads)),
             intermediate_size=ffn,
-            max_positions=row.count("seq_len", 4096),
+            max_positions=row.count("seq_len", 4096, most=MOST_TOKENS),
             norm="layernorm" if family in _PLAIN else "rmsnorm",
             norm_bias=family != "mpt",
             activation="relu" if family == "opt" else "gelu" if family in _PLAIN else "silu",

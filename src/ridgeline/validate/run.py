@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -47,6 +48,13 @@ class FileReport:
     choices: list[PlanChoice]
     cases: list[Case] = field(default_factory=list)
 
+    def assumed(self) -> dict[str, Counter[str]]:
+        """By column: what was taken for rows that do not state it, and for how many."""
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        for column, value in (pair for assumed in {c.line: c.assumed for c in self.cases}.values() for pair in assumed):
+            found[column][value] += 1
+        return dict(sorted(found.items()))
+
 
 @dataclass(slots=True)
 class Report:
@@ -76,6 +84,11 @@ class Report:
             "regret_by_file": {f.file: regret_summary(f.choices) for f in self.files if f.choices},
             "choices": [asdict(c) for c in found],
             "skipped_rows": [{"file": f.file, **asdict(s)} for f in self.files for s in f.skipped],
+            "not_stated": [
+                {"file": f.file, "column": name, "taken": dict(values)}
+                for f in self.files
+                for name, values in f.assumed().items()
+            ],
             "ignored_files": [{"file": name, "reason": why} for name, why in self.ignored],
             "worst": [
                 {
@@ -153,7 +166,7 @@ def _file(name: str, schema: Schema, table: CsvTable, progress: Callable[[str, i
                 if why:
                     skipped.append(Skip(row.line, why))
                 else:
-                    cases.append(replace(case, line=row.line))
+                    cases.append(replace(case, line=row.line, assumed=tuple(sorted(row.assumed.items()))))
         except (BadCell, UserError) as e:
             skipped.append(Skip(row.line, str(e)))
         except _HOLES as e:
@@ -161,17 +174,24 @@ def _file(name: str, schema: Schema, table: CsvTable, progress: Callable[[str, i
         if progress and i % 64 == 0:
             progress(name, i, len(table.rows))
     skipped.sort(key=lambda s: s.line)
-    worst = sorted(cases, key=lambda c: -abs(math.log(c.predicted / c.measured)))[:WORST]
     return FileReport(
         name,
         schema.NAME,
         len(table.rows) + len(table.skipped),
         score(name, cases),
-        worst,
+        _worst(cases),
         skipped,
         choices(name, cases),
         cases,
     )
+
+
+def _worst(cases: list[Case]) -> list[Case]:
+    """The worst cases; of rows that were measured several times, or judged in two ways, only the worst."""
+    found: dict[tuple[str, str], Case] = {}
+    for c in sorted(cases, key=lambda c: -abs(math.log(c.predicted / c.measured))):
+        found.setdefault((c.label, c.quantity), c)
+    return list(found.values())[:WORST]
 
 
 def _unsound(c: Case) -> str:

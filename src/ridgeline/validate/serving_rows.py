@@ -15,7 +15,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case, largest_kinds
-from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.csv_table import MOST_TOKENS, BadCell, CsvRow
 from ridgeline.validate.degrees import tensor_degree
 from ridgeline.validate.generation_rows import cluster_of, long_enough
 from ridgeline.validate.nouns import device_of, model_of
@@ -33,6 +33,10 @@ vLLM's want more, and are further off with it (docs/accuracy.md)."""
 WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
 
+_CLIENTS = 4096
+"""Most clients of a row: each is simulated, and no published closed loop has more."""
+_TOKENS = 500_000_000
+"""Most tokens of all requests, for the same reason: ten times those of the largest published one."""
 _BUDGET = 2048
 """Tokens: the least budget of an iteration behind TensorRT-LLM's rows. An assumption, chosen on those rows; vLLM's have
 its default."""
@@ -77,7 +81,14 @@ def _settled(row: CsvRow, inferred: bool) -> tuple[Experiment, str]:
 
 
 def _of_degree(row: CsvRow, tp: int, inferred: bool) -> Experiment:
-    prompt, output, clients = row.count("input_len"), row.count("output_len"), row.count("concurrency")
+    prompt, output = (row.count(name, most=MOST_TOKENS) for name in ("input_len", "output_len"))
+    clients = row.count("concurrency")
+    if clients > _CLIENTS:
+        raise BadCell(f"column 'concurrency': {clients} clients are more than the {_CLIENTS} that are simulated")
+    if (tokens := WAVES * clients * (prompt + output)) > _TOKENS:
+        raise BadCell(
+            f"{clients} clients with {prompt} + {output} tokens: {tokens:.0e} tokens in all are not simulated"
+        )
     ep = row.count("ep", 1, least=0)
     if row.count("pp", 1) > 1:
         raise UserError("serving over pipeline stages is not predicted", "use rows with pp = 1")

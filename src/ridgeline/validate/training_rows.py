@@ -27,7 +27,7 @@ from ridgeline.techniques.memory.recompute import Recompute
 from ridgeline.techniques.precision.mixed_precision import MixedPrecision
 from ridgeline.techniques.registry import brief, has, of_kind, resolve
 from ridgeline.validate.case import Case, largest_kinds
-from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.csv_table import MOST_DEVICES, BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
 from ridgeline.validate.nouns import architecture, device_of
 
@@ -66,6 +66,8 @@ def cases(
     Raises :class:`BadCell` for an unreadable cell, :class:`Incompatible` for an impossible run.
     """
     e, chosen = settled(row, workload, adapters)
+    if not row.has("global_batch"):
+        row.assumed["global_batch"] = str(e.batch_size)
     result = predict(e)
     eager = _native(row) and not row.flag("compile", False) and e.model.gated
     chains = dict(chains or (PLAIN_LLAMA if eager else {}))
@@ -157,14 +159,14 @@ def _layouts(row: CsvRow, spec: ModelSpec, ranks: int, stages: int) -> list[Layo
         Layout(*found)
         for found in product(
             [row.count("micro_batch")] if row.has("micro_batch") else micro,
-            [row.count("interleave", 1)] if row.has("interleave") or stages == 1 else sorted({1, *chunks[-1:]}),
+            [row.count("interleave")] if row.has("interleave") else sorted({1, *chunks[-1:]}) if stages > 1 else [1],
             [stated] if named else ["none", "full"],
         )
     ]
 
 
 def _cluster(row: CsvRow) -> Cluster:
-    device, n = device_of(row), row.count("n_devices")
+    device, n = device_of(row), row.count("n_devices", most=MOST_DEVICES)
     each = math.gcd(n, row.count("nodes_of", 8))
     wire = network(row.text("inter_node", ""), device, each)
     return Cluster(device=device.model_copy(update={"network": wire}), devices_per_node=each, nodes=n // each)

@@ -105,15 +105,33 @@ def skipped_lines(report: Report) -> list[str]:
     return out
 
 
+def assumed_lines(report: Report) -> list[str]:
+    """What was taken for cells that rows leave empty, one line per file."""
+    out = []
+    for f in report.files:
+        taken = []
+        for column, values in f.assumed().items():
+            usual = [name for name, _ in values.most_common(2)]
+            more = ", …" if len(values) > 2 else ""
+            taken.append(f"{column} {' or '.join(usual)}{more} (rows: {values.total()})")
+        if taken:
+            out.append(f"{f.file}: not stated, and taken as: {'; '.join(taken)}")
+    return out
+
+
 def validation_html(report: Report, path: Path) -> Path:
     """Write the page: the tables, and one scatter per file and quantity."""
     charts = [_scatter(f, q) for f in report.files for q in dict.fromkeys(c.quantity for c in f.cases)]
     tables = [t for t in (score_table(report), regret_table(report), worst_table(report)) if t is not None]
     lead = f"{report.judged} measured quantities of {len(report.files)} files predicted; {report.skipped} rows skipped."
-    skipped = "".join(f"<li>{plain(line, 400)}</li>" for line in skipped_lines(report))
+    skipped, assumed = (
+        "".join(f"<li>{plain(line, 400)}</li>" for line in lines(report)) for lines in (skipped_lines, assumed_lines)
+    )
     sections = [section("Error table", "".join(map(table_html, tables)))]
     if skipped:
         sections.append(section("Not judged", f"<ul>{skipped}</ul>"))
+    if assumed:
+        sections.append(section("Not stated", f"<ul>{assumed}</ul>"))
     return write_atomic(path, page("Validation", lead, [*sections, chart_grid(charts)], charts))
 
 
@@ -122,15 +140,19 @@ def rows_csv(report: Report, path: Path) -> Path:
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
     table.writerow(["file", "line", "group", "quantity", "measured", "predicted", "low", "high", "error", "source",
-                    "bound", "row", "skipped"])  # fmt: skip
+                    "bound", "row", "not_stated", "skipped"])  # fmt: skip
     for f in report.files:
         for c in f.cases:
             reach = None if c.spread is None else math.exp(1.96 * c.spread)
             ends = ("", "") if reach is None else (f"{c.predicted / reach:.6g}", f"{c.predicted * reach:.6g}")
             table.writerow([f.file, c.line, c.group, c.quantity, f"{c.measured:.6g}", f"{c.predicted:.6g}", *ends,
-                            f"{c.error:.4f}", c.source, c.why, c.label, ""])  # fmt: skip
-        table.writerows([f.file, s.line, *[""] * 10, s.reason] for s in f.skipped)
+                            f"{c.error:.4f}", c.source, c.why, c.label, _pairs(c), ""])  # fmt: skip
+        table.writerows([f.file, s.line, *[""] * 11, s.reason] for s in f.skipped)
     return write_atomic(path, out.getvalue())
+
+
+def _pairs(c: Case) -> str:
+    return "; ".join(f"{column}={value}" for column, value in c.assumed)
 
 
 def _fmt(c: Case, value: float) -> str:

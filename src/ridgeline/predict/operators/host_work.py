@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from ridgeline.graph.graph import Op
 from ridgeline.predict.operators.kernel import Timed
-from ridgeline.spec.device import Cluster
+from ridgeline.spec.device import Cluster, Host
 
 COPIES = {"d2h": "out", "h2d": "in", "disk_read": "in", "disk_write": "out", "host_update": "host",
           "host_read": "host", "host_product": "host"}  # fmt: skip
@@ -31,6 +33,13 @@ _HOST_LINKS = 4.0
 memory)."""
 _DISK_BANDWIDTH = 6e9
 """Bytes/s of one node's NVMe: assumption, two drives."""
+
+
+def faster_host(host: Host | None, factor: float) -> Host:
+    """The server with ``factor`` times the cores and the memory bandwidth; what is not known is an ordinary one's."""
+    known = host or Host(name="an ordinary server", memory_bytes=math.inf)
+    return known.model_copy(update={"memory_bandwidth": (known.memory_bandwidth or _HOST_BANDWIDTH) * factor,
+                                    "cores": round((known.cores or _HOST_CORES) * factor)})  # fmt: skip
 
 
 def host_time(op: Op, cluster: Cluster) -> Timed:

@@ -156,12 +156,25 @@ def iteration_rows(surface: Iterations, phase: str, batch: int, q_len: int, kv_l
     return rows
 
 
+def done_anyway(e: Experiment, techniques: Sequence[Technique]) -> list[str]:
+    """Techniques of the usual schedule that the engine of a resolved experiment has whatever the plan says."""
+    w = e.workload
+    return _given(find_engine(w.engine, e.cluster.device), techniques) if isinstance(w, Serve) else []
+
+
+def _given(engine: EngineCosts, techniques: Sequence[Technique]) -> list[str]:
+    usual = [t for t in techniques if "serve" in t.card.default_in]
+    return [t.card.name for t in usual if engine.scheduling([t]) == engine.scheduling([])]
+
+
 def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterator[str]:
     """What a reader must know of the techniques that the engine has, or the plan has not."""
     usual = [t for t in techniques if "serve" in t.card.default_in]
-    given = [t.card.name for t in usual if engine.scheduling([t]) == engine.scheduling([])]
-    if given:
+    if given := _given(engine, techniques):
         yield f"{engine.name} does this whatever the plan says: {', '.join(given)}"
+    added = [t.card.name for t in usual if t.card.name not in given]
+    if added and engine.name not in (OWN, PLANNED):
+        yield f"{engine.name} does not by default what the plan says, and is predicted as if: {', '.join(added)}"
     missing = sorted({*default_plan("serve")} - {t.card.name for t in usual})
     if engine.name == PLANNED and missing:
         yield (f"no engine is named, so requests are scheduled as the plan says, without {', '.join(missing)}: name an"
@@ -300,7 +313,18 @@ def serving_metrics(
         "batch_mean": metric(tokens / max(1, o.iterations), "sequences", "", "tokens per iteration"),
         "preemptions": metric(o.preemptions, "", "lower", source),
     }
+    if w.concurrency is None and (share := _answered_share(o, served)) is not None:
+        metrics["answered_share"] = metric(share, "", "higher", "answers per arrival in the second half of the load")
     return metrics
+
+
+def _answered_share(o: SimulationOutcome, served: Sequence[int]) -> float | None:
+    """Requests answered while the second half of them arrives, per arrival: less than one while the queue grows. None:
+    they all arrive at once."""
+    sent = sorted(o.arrival[i] for i in served)
+    half, last = sent[len(sent) // 2], sent[-1]
+    arrived = sum(half < t for t in sent)
+    return sum(half < o.finish[i] <= last for i in served) / arrived if arrived else None
 
 
 def percentile(values: Sequence[float], q: float) -> float:

@@ -93,7 +93,9 @@ class MultiAdapter(Technique):
     def note(self, e: Experiment, result: Result) -> None:
         """State the assumptions."""
         if not self.adapters:
-            result.notes.append("multi_adapter: predicted as the base alone; state how many adapters with adapters")
+            result.notes.append(
+                "multi_adapter: predicted without adapters' weights and products; state how many with adapters"
+            )
 
     def serve(self, run: ServeBuild) -> None:
         """Give the engine a task table."""

@@ -108,9 +108,12 @@ class Speculative(SchedulingTechnique):
     def note(self, e: Experiment, result: Result) -> None:
         """State the assumptions."""
         known = self.acceptance is not None
-        result.notes.append(f"speculative: each draft is kept with probability {self.acceptance:g}, as stated" if known
-                            else "speculative: predicted as if nothing were drafted; state what share is kept with"
-                            " acceptance")  # fmt: skip
+        result.notes.append(
+            f"speculative: each draft is kept with probability {self.acceptance:g}, as stated; none is made where that"
+            " would not pay"
+            if known
+            else "speculative: predicted as if nothing were drafted; state what share is kept with acceptance"
+        )
 
     def serve(self, run: ServeBuild) -> None:
         """Draft where it pays off."""
