@@ -9,6 +9,7 @@ from ridgeline.predict import predict
 from ridgeline.predict.quick import quick
 from ridgeline.search import Question, search
 from ridgeline.search.answer_tables import answer_tables
+from ridgeline.spec.device import Host
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.registry import resolve
 
@@ -26,8 +27,9 @@ def offloaded(on, model="llama2-13b", **host):
 @pytest.mark.parametrize("name", ["a800-80g", "rtx4090-xeon-6230", "rtx3090"])
 def test_servers_of_the_benchmark_paper(name):
     host = catalog.device(name).host
-    assert host.cores in (32, 40, 48)
+    assert (host.sockets, host.cores) in ((2, 32), (2, 40), (2, 48))
     assert 100e9 < host.memory_bandwidth < 500e9
+    assert host.pcie_bandwidth == pytest.approx(94.5e9 if host.cores == 40 else 8 * 31.5e9, rel=1e-3)
 
 
 def test_servers_of_later_devices_update_faster():
@@ -78,6 +80,39 @@ def test_host_memory_is_reached_over_the_processors_own_lanes():
     assert host.pcie_bandwidth < 8 * link.bandwidth
     assert copies(few) == pytest.approx(copies(enough) * 4 * link.bandwidth / host.pcie_bandwidth, rel=0.01)
     assert sums(few) > 1.3 * sums(enough)
+
+
+def test_copies_share_the_links_to_the_sockets():
+    """Two devices behind a switch, as in a DGX, share its link; where each has its own, they do not."""
+
+    def copies(on, **host):
+        rows = predict(offloaded(on, **host)).breakdown
+        return sum(r.seconds for r in rows if r.kind in ("d2h", "h2d"))
+
+    assert copies("8xa100-80g-sxm") == copies("8xa100-80g-sxm", uplinks=None), "four is assumed"
+    assert copies("8xa100-80g-sxm") == pytest.approx(2 * copies("8xa100-80g-sxm", uplinks=8), rel=0.01)
+    assert copies("8xa100-80g-sxm", uplinks=8) == copies("8xa100-80g-sxm", uplinks=16)
+
+
+def test_drives_of_a_server_are_read_together():
+    plan = ["mixed_precision:weights=low", "zero:stage=3", "zero_infinity:optimizer=nvme"]
+    device = catalog.device("h100-sxm")
+
+    def reads(**host):
+        changed = device.model_copy(update={"host": device.host.model_copy(update=host)})
+        e = experiments.make("llama2-7b", "8xh100-sxm", {"kind": "pretrain", "seq_len": 350, "batch_size": 8}, plan)
+        e = e.model_copy(update={"cluster": e.cluster.model_copy(update={"device": changed})})
+        return sum(r.seconds for r in predict(e).breakdown if r.kind in ("disk_read", "disk_write"))
+
+    assert reads() > 0
+    assert reads(disks=2) == pytest.approx(4 * reads())
+    assert reads(disks=None) == pytest.approx(4 * reads())
+    assert reads(disk_bandwidth=6e9) == pytest.approx(reads() / 2)
+
+
+def test_lanes_need_a_generation():
+    with pytest.raises(ValueError, match="given together"):
+        Host(name="half", memory_bytes=1e12, pcie_lanes=128)
 
 
 def seconds_of(plan, device, on="8xa100-80g-sxm", **workload):

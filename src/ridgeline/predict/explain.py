@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ridgeline.predict.machine import machine
-from ridgeline.predict.operators.host_work import faster_host
+from ridgeline.predict.operators.host_work import faster_host, faster_paths
 from ridgeline.predict.predict import predict
 from ridgeline.spec.device import Cluster, Device, Link, Rate
 from ridgeline.spec.errors import UserError
@@ -253,9 +253,7 @@ def improved(d: Device, resource: Resource, factor: float) -> Device:
     elif resource == "memory":
         update["memory_bandwidth"] = d.memory_bandwidth * factor
     elif resource == "host":  # of the links, not of the memory itself
-        update |= {"host_link": faster(d.host_link), "disk": faster(d.disk)}
-        if d.host is not None and d.host.pcie_bandwidth:
-            update["host"] = d.host.model_copy(update={"pcie_bandwidth": d.host.pcie_bandwidth * factor})
+        update |= {"host_link": faster(d.host_link), "disk": faster(d.disk), "host": faster_paths(d.host, factor)}
     elif resource == "server":
         update["host"] = faster_host(d.host, factor)
     elif resource == "latency":

@@ -107,13 +107,36 @@ class Host(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
+    sockets: PositiveInt | None = None
     cores: PositiveInt | None = None
+    """Of all sockets."""
     memory_bytes: PositiveFloat
     memory_bandwidth: PositiveFloat | None = None
     """Bytes/s of all channels of all sockets."""
-    pcie_bandwidth: PositiveFloat | None = None
-    """Bytes/s, one direction, of all PCIe lanes of all sockets; None: enough for every device."""
+    pcie_lanes: PositiveInt | None = None
+    """Of all sockets, those that do not join them; None: enough for every device."""
+    pcie_generation: Literal[3, 4, 5, 6] | None = None
+    uplinks: PositiveInt | None = None
+    """Links as wide as a device's from the sockets to the PCIe switches before the devices, or to these; None: four."""
+    disks: PositiveInt | None = None
+    """Drives over which what is offloaded may be spread; None: two."""
+    disk_bandwidth: PositiveFloat | None = None
+    """Bytes/s of one drive; None: 3 GB/s."""
     source: str = ""
+
+    @model_validator(mode="after")
+    def _lanes_have_a_rate(self) -> Host:
+        if (self.pcie_lanes is None) != (self.pcie_generation is None):
+            raise ValueError("'pcie_lanes' and 'pcie_generation' are given together")
+        return self
+
+    @property
+    def pcie_bandwidth(self) -> float | None:
+        """Bytes/s, one direction, of all lanes: 8 GT/s each in generation 3, twice as many in each later one; 128 of
+        130 bits are data, in generation 6 about as many."""
+        if self.pcie_lanes is None or self.pcie_generation is None:
+            return None
+        return self.pcie_lanes * 1e9 * 2.0 ** (self.pcie_generation - 3) * 128 / 130
 
 
 class Device(BaseModel):

@@ -28,16 +28,27 @@ _GATHER_SHARE = 0.5
 0.39 of a whole product's where each row is a sum, 0.65 where it is weighted and summed)."""
 _HOST_CORES = 48
 """Cores of an ordinary server: a DGX-2's."""
-_HOST_LINKS = 4.0
-"""Number of devices per node whose host links reach full rate simultaneously; more share them (PCIe switches, host
-memory)."""
-_DISK_BANDWIDTH = 6e9
-"""Bytes/s of one node's NVMe: assumption, two drives."""
+_UPLINKS = 4
+"""Number of devices per node whose host links reach full rate simultaneously, where that is not known; more share them
+(PCIe switches, host memory)."""
+_DISKS, _DISK_BANDWIDTH = 2, 3e9
+"""Drives of a node of which nothing is known, and bytes/s of one: assumption."""
+_ORDINARY = Host(name="an ordinary server", memory_bytes=math.inf)
+"""One of which nothing is known."""
+
+
+def faster_paths(host: Host | None, factor: float) -> Host:
+    """The server with ``factor`` times the bandwidth of PCIe lanes and drives; what is not known is an ordinary
+    one's."""
+    known = host or _ORDINARY
+    lanes = known.pcie_lanes and known.pcie_lanes * factor
+    disk = (known.disk_bandwidth or _DISK_BANDWIDTH) * factor
+    return known.model_copy(update={"pcie_lanes": lanes, "disk_bandwidth": disk})
 
 
 def faster_host(host: Host | None, factor: float) -> Host:
     """The server with ``factor`` times the cores and the memory bandwidth; what is not known is an ordinary one's."""
-    known = host or Host(name="an ordinary server", memory_bytes=math.inf)
+    known = host or _ORDINARY
     return known.model_copy(update={"memory_bandwidth": (known.memory_bandwidth or _HOST_BANDWIDTH) * factor,
                                     "cores": round((known.cores or _HOST_CORES) * factor)})  # fmt: skip
 
@@ -45,18 +56,17 @@ def faster_host(host: Host | None, factor: float) -> Host:
 def host_time(op: Op, cluster: Cluster) -> Timed:
     """Seconds of a copy or of the CPU's update for one rank, while the node's other ranks do the same."""
     ranks = cluster.devices_per_node
-    host = cluster.device.host
-    bandwidth = host.memory_bandwidth if host and host.memory_bandwidth else _HOST_BANDWIDTH
+    host = cluster.device.host or _ORDINARY
+    bandwidth = host.memory_bandwidth or _HOST_BANDWIDTH
     if op.kind == "host_update":
         rate = _UPDATE_SHARE * bandwidth
-        rate = min(rate, host.cores * _CORE_BANDWIDTH) if host and host.cores else rate
+        rate = min(rate, host.cores * _CORE_BANDWIDTH) if host.cores else rate
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind == "host_product":
         rate = _GATHER_SHARE * bandwidth
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind == "host_read":
-        cores = host.cores if host and host.cores else _HOST_CORES
-        rate = min(bandwidth, cores * _CORE_ATTENTION)
+        rate = min(bandwidth, (host.cores or _HOST_CORES) * _CORE_ATTENTION)
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind in ("disk_read", "disk_write"):
         disk = cluster.device.disk
@@ -64,12 +74,13 @@ def host_time(op: Op, cluster: Cluster) -> Timed:
             return Timed(
                 op.requests * disk.latency + op.link_bytes / disk.bandwidth, "link", disk.source or "datasheet"
             )
-        return Timed(op.link_bytes * ranks / _DISK_BANDWIDTH, "link", "class default")
+        rate = (host.disks or _DISKS) * (host.disk_bandwidth or _DISK_BANDWIDTH)
+        return Timed(op.link_bytes * ranks / rate, "link", "class default")
     link = cluster.device.host_link
     if link is None:  # a CPU's memory is the host's
         return Timed(2 * op.link_bytes / cluster.device.memory_bandwidth, "memory", "class default")
-    shared = max(1.0, ranks / _HOST_LINKS)
-    if host and host.pcie_bandwidth:
+    shared = max(1.0, ranks / (host.uplinks or _UPLINKS))
+    if host.pcie_bandwidth:
         shared = max(shared, ranks * link.bandwidth / host.pcie_bandwidth)
     seconds = op.requests * link.latency + op.link_bytes * shared / (link.bandwidth * _LINK_SHARE)
     return Timed(seconds, "link", "class default")
