@@ -209,11 +209,14 @@ def normalize(e: Experiment) -> Experiment:
     """
     made = sorted(map(_made, e.plan.calls), key=lambda m: _place(m.technique))
     axes = mesh_axes(e.task, [m.technique for m in made])
-    split = e.model_copy(update={"parallel": axes})
+    split = e if e.parallel == axes else e.model_copy(update={"parallel": axes})
     if e.is_training and split.gradient_ranks > 1 and not any("batch_split" in m.parts for m in made):
         made += [_made(Call(name=name)) for name in default_plan(e.task)]
         made.sort(key=lambda m: _place(m.technique))
-    return e.model_copy(update={"plan": Plan(calls=tuple(m.call for m in made)), "parallel": axes})
+    calls = tuple(m.call for m in made)
+    if e.plan.calls == calls and e.parallel == axes:
+        return e
+    return e.model_copy(update={"plan": Plan(calls=calls), "parallel": axes})
 
 
 def resolve(e: Experiment, ask: Ask | None = None) -> tuple[Experiment, list[Technique]]:
