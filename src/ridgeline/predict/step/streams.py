@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -13,7 +14,7 @@ from ridgeline.graph.traffic import step_ops
 from ridgeline.predict.machine import machine
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.host_work import COPIES
-from ridgeline.predict.operators.kernel import Timed, least_bytes, roof_seconds
+from ridgeline.predict.operators.kernel import least_bytes, roof_seconds
 from ridgeline.predict.step.block_times import BlockTimes, block_times, place_of, seconds_of, timed_of
 from ridgeline.predict.step.in_step import ALONE, InStepFactors, training_factors
 from ridgeline.spec.device import Cluster
@@ -410,30 +411,30 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
 
     With a pipeline the rows are the mean over its ranks.
     """
-    sums: dict[tuple[str, str, str, str], list[float]] = {}
-    timed: dict[tuple[str, str, str, str], Timed] = {}
+    rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for op, count, part in _placed(g, cluster):
-        key = (op.phase, op.module, op.name, op.kind)
-        alone = timed[key] = timed_of(op, part)
+        alone = timed_of(op, part)
         n, seconds, roof = count * times, alone.seconds, 0.0
         if not op.axis:
             here = training_factors(part, g.fused) if cluster.parts else factors
             seconds, roof = seconds_of(op, part, here), roof_seconds(op, part.device)
         moved = least_bytes(op) if op.kind == "attention" else op.bytes
-        old = sums.get(key)
-        if old is None:
-            sums[key] = [seconds * n, n, op.flops * n, moved * n, op.link_bytes * n, roof * n]
+        phase = op.phase
+        key = (phase, op.module, op.name, op.kind)
+        row = rows.get(key)
+        if row is None:
+            rows[key] = {"phase": phase, "module": op.module, "operator": op.name, "kind": op.kind,
+                         "seconds": seconds * n, "count": n, "flops": op.flops * n, "bytes": moved * n,
+                         "link_bytes": op.link_bytes * n, "roof": roof * n, "bound": alone.bound,
+                         "spread": alone.spread}  # fmt: skip
         else:
-            old[0] += seconds * n
-            old[1] += n
-            old[2] += op.flops * n
-            old[3] += moved * n
-            old[4] += op.link_bytes * n
-            old[5] += roof * n
-    order = sorted(sums.items(), key=lambda item: -item[1][0])
-    return _ROWS.validate_python([
-        {"phase": key[0], "module": key[1], "operator": key[2], "kind": key[3], "seconds": s, "count": n,
-         "flops": flops, "bytes": moved, "link_bytes": sent, "roof": min(1.0, roof / s) if roof and s else None,
-         "bound": timed[key].bound, "spread": timed[key].spread}
-        for key, (s, n, flops, moved, sent, roof) in order
-    ])  # fmt: skip
+            row["seconds"] += seconds * n
+            row["count"] += n
+            row["flops"] += op.flops * n
+            row["bytes"] += moved * n
+            row["link_bytes"] += op.link_bytes * n
+            row["roof"] += roof * n
+            row["bound"], row["spread"] = alone.bound, alone.spread
+    for row in rows.values():
+        row["roof"] = min(1.0, row["roof"] / row["seconds"]) if row["roof"] and row["seconds"] else None
+    return _ROWS.validate_python(sorted(rows.values(), key=lambda row: -row["seconds"]))
