@@ -461,7 +461,7 @@ def test_a_checkpoint_that_cannot_be_begun_is_one_message(corpus, tmp_path):
     trainer = make_trainer(experiment(corpus))
     trainer.step()
     (tmp_path / ".step-000001.new").touch()  # no directory, so that it is not removed as one that is left
-    with pytest.raises(UserError, match="a checkpoint cannot be written to .*: File exists"):
+    with pytest.raises(UserError, match=r"a checkpoint cannot be written to .*: File exists"):
         save(trainer, tmp_path, [])
 
 
