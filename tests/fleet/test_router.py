@@ -328,8 +328,9 @@ def test_paths_that_ask_for_no_key_are_those_of_servers():
             for path, status in (*((path, 200) for path in OPEN), ("/health/", 200), ("/v1/models/", 401), ("/x", 401)):
                 async with session.get(url + path) as answer:
                     assert (path, answer.status) == (path, status)
-            async with session.post(f"{url}/ping") as answer:
-                assert (answer.status, await answer.json()) == (200, {"status": "ok"})
+            for path in ("/ping", "/ping/"):
+                async with session.post(url + path) as answer:
+                    assert (answer.status, await answer.json()) == (200, {"status": "ok"})
             async with session.get(f"{url}/v1/models/", headers={"x-api-key": "inner"}) as answer:
                 assert [m["owned_by"] for m in (await answer.json())["data"]] == [""]
 

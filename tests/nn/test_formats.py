@@ -213,6 +213,27 @@ def test_the_librarys_own_reader_takes_integers(bits, symmetric):
     assert (back.bits, back.group_size, back.symmetric) == (bits, 32, symmetric)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_weight_of_integers_may_have_one_scale(shape):
+    p, form = packed(8, 0, False), CompressedTensors()
+    one = Packed(p.codes, p.scale[:1].repeat(len(p.codes), 1), p.zero[:1].repeat(len(p.codes), 1), 8, p.group_size)
+    tensors = form.write("m", one, InputCode())
+    for name in ("m.weight_scale", "m.weight_zero_point"):
+        tensors[name] = tensors[name][0].reshape(shape)
+    back = reader(form.config({"m": one}, [], {"m": InputCode()})).read("m", tensors.get)
+    assert torch.equal(back.dense(), one.dense())
+
+
+def test_inputs_around_another_number_than_zero_are_refused():
+    p, code = packed(8, 0, True), InputCode(8, 0.5)
+    form = reader(CompressedTensors().config({"m": p}, [], {"m": code}))
+    tensors = {"m.input_scale": torch.tensor([0.5]), "m.input_zero_point": torch.zeros(1, dtype=torch.int8)}
+    assert form.input("m", tensors.get) == code
+    tensors["m.input_zero_point"] += 3
+    with pytest.raises(UserError, match="m has an input_zero_point"):
+        form.input("m", tensors.get)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_librarys_own_reader_takes_zero_points(bits):
     """Per module: transformers 5.23 makes room for unpacked zero points and so loads no asymmetric checkpoint."""

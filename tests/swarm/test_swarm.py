@@ -201,7 +201,9 @@ def test_peers_killed_and_added_mid_run_lose_no_step(swarm):
             s.addresses.pop(0)
         if step == 3:
             new = [s.peer(0).address, s.peer(None).address]
+            deadline = time.monotonic() + 60
             while not {*new} <= {a.address for a in trainer.table.live()}:
+                assert time.monotonic() < deadline, s.lines
                 s.run(trainer._refresh())  # the trainer has heard of them
 
     done, weights = trained(s, trainer, change)

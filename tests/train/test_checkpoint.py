@@ -457,6 +457,14 @@ def test_the_next_checkpoint_waits_for_the_last(corpus, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
 
 
+def test_a_checkpoint_that_cannot_be_begun_is_one_message(corpus, tmp_path):
+    trainer = make_trainer(experiment(corpus))
+    trainer.step()
+    (tmp_path / ".step-000001.new").touch()  # no directory, so that it is not removed as one that is left
+    with pytest.raises(UserError, match=r"a checkpoint cannot be written to .*: File exists"):
+        save(trainer, tmp_path, [])
+
+
 def test_an_error_of_the_writer_is_raised_by_the_next(corpus, tmp_path, monkeypatch):
     trainer = make_trainer(experiment(corpus, steps=4))
     saving = AsyncCheckpoints(trainer, tmp_path)
@@ -467,7 +475,7 @@ def test_an_error_of_the_writer_is_raised_by_the_next(corpus, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr("ridgeline.train.async_checkpoints.complete", full)
         saving.save([trainer.step().loss])
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(UserError, match="No space left"):
             saving.wait()
     assert checkpoints(tmp_path) == []
     saving.save([1.0, trainer.step().loss])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 
 import pytest
 import torch
@@ -54,13 +55,20 @@ def test_the_best_weights_are_kept(tuned, checkpoint, chat):  # noqa: F811
 
 @pytest.fixture
 def speaking(checkpoint, tmp_path):  # noqa: F811
-    """The checkpoint with a chat template and an end of output, as Hugging Face has them."""
+    """The checkpoint with a chat template and an end of output, as Hugging Face has them. It cannot be written."""
     folder = shutil.copytree(checkpoint, tmp_path / "speaking")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    for file in folder.iterdir():
+        file.chmod(0o444)
     return folder
+
+
+def unwritable(folder):
+    """Files that the same command could not write again."""
+    return [file.name for file in folder.iterdir() if not file.stat().st_mode & stat.S_IWUSR]
 
 
 def test_a_whole_model_keeps_its_template_and_its_end(speaking, chat, tmp_path):  # noqa: F811
@@ -71,6 +79,7 @@ def test_a_whole_model_keeps_its_template_and_its_end(speaking, chat, tmp_path):
     assert find_template(None, str(out)).source == learned
     assert special_tokens(str(out))["eos_token"] == "<|endoftext|>"
     assert ends_of(str(out)) == {0}
+    assert not unwritable(out)
 
 
 def test_a_merged_model_keeps_its_template_and_its_end(tuned, speaking, tmp_path):
@@ -80,6 +89,7 @@ def test_a_merged_model_keeps_its_template_and_its_end(tuned, speaking, tmp_path
     assert got.exit_code == 0, got.output
     assert find_template(None, str(out)).source == "{{ messages[0].content }}"
     assert ends_of(str(out)) == {0, 7}
+    assert not unwritable(out)
 
 
 def test_data_that_is_missing_is_found_before_a_directory_is_made(checkpoint, tmp_path):  # noqa: F811

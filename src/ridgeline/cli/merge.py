@@ -30,7 +30,7 @@ def merge(
     require_writable("--out", out)
     save_checkpoint(merged_model(checkpoint, adapter), out)
     if (checkpoint / "tokenizer.json").is_file():
-        shutil.copy2(checkpoint / "tokenizer.json", out / "tokenizer.json")
+        shutil.copyfile(checkpoint / "tokenizer.json", out / "tokenizer.json")
     copy_settings(checkpoint, out)
     print(f"written to {out}")
     next_command("serve", out)

@@ -47,7 +47,7 @@ def copy_settings(checkpoint: Path, to: Path) -> None:
         return
     for name in _SETTINGS:
         if (checkpoint / name).is_file():
-            shutil.copy2(checkpoint / name, to / name)
+            shutil.copyfile(checkpoint / name, to / name)  # which can be written again, unlike some checkpoints
     config = checkpoint / "config.json"
     if config.is_file() and not (checkpoint / "generation_config.json").is_file():
         named = json.loads(config.read_text(encoding="utf-8"))

@@ -75,7 +75,7 @@ class Router:
             ("/v1/models", self.models), ("/metrics", self.metrics), ("/fleet", self.status),
         ):  # fmt: skip
             app.router.add_get(f"{path}{{slash:/?}}", handler)
-        app.router.add_post("/ping", self.health)
+        app.router.add_post("/ping{slash:/?}", self.health)
         app.router.add_post("/fleet/{action:drain|resume}", self.manage)
         app.router.add_post("/fleet/{action:restart|down}", self.control)
         app.router.add_route("*", "/{path:.*}", self.forward)

@@ -80,13 +80,17 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def begin(trainer: Trainer, folder: Path) -> Place:
-    """The place of the trainer's checkpoint in ``folder``, for all ranks; none may be written there meanwhile."""
+    """The place of the trainer's checkpoint in ``folder``, for all ranks; none may be written there meanwhile.
+
+    Raises :class:`UserError` where it cannot be made.
+    """
     whole = folder / f"step-{trainer.steps_done:06d}"
     place = Place(folder / f".{whole.name}.new", whole)
     if trainer.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        tidy(folder)
-        place.draft.mkdir()
+        with writing_to(folder):
+            tidy(folder)
+            place.draft.mkdir()
     _barrier()
     return place
 

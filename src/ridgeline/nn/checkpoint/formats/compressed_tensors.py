@@ -69,7 +69,8 @@ class CompressedTensors:
             if scale is None or codes is None or codes.dtype != torch.int8:
                 return None
             bits = next((int(group["weights"]["num_bits"]) for group in self._of(module)), 8)
-            zero = None if zeros is None else _unsigned(zeros, bits)
+            zero = None if zeros is None else _unsigned(_per_row(zeros, len(codes)), bits)
+            scale = _per_row(scale, len(codes))
             return Packed(_unsigned(codes, bits), scale, zero, bits, codes.shape[1] // scale.shape[1])
         if scale is None or shape is None:
             raise UserError(f"{module} has weight_packed but no weight_scale or weight_shape", "write it again")
@@ -79,12 +80,17 @@ class CompressedTensors:
         return Packed(unpack_bits(words, bits, width), scale, zero, bits, width // scale.shape[1])
 
     def input(self, module: str, get: Get) -> InputCode | None:
-        """Of the group that names the module; a calibrated scale is the tensor ``input_scale``."""
+        """Of the group that names the module; a calibrated scale is the tensor ``input_scale``. Raises
+        :class:`UserError` for one with a zero point."""
         for group in self._of(module):
             acts = group.get("input_activations")
             if acts is None:
                 continue
-            scale = None if acts.get("dynamic") else get(f"{module}.input_scale")
+            names = (f"{module}.input_{part}" for part in ("scale", "zero_point"))
+            scale, zero = (None if acts.get("dynamic") else get(name) for name in names)
+            if zero is not None and bool(zero.any()):
+                raise UserError(f"{module} has an input_zero_point, and inputs are quantized symmetrically here",
+                                "use a checkpoint with symmetric input_activations")  # fmt: skip
             return InputCode(acts["num_bits"], None if scale is None else float(scale))
         return None
 
@@ -125,6 +131,11 @@ class CompressedTensors:
 def _stated(code: InputCode | None) -> InputCode | None:
     """How inputs are quantized as far as the format can say it: not that some stay wide, for which all of them do."""
     return None if code is None or code.threshold else code
+
+
+def _per_row(grid: Tensor, rows: int) -> Tensor:
+    """Scales or zero points [rows, groups], also where the whole weight has one (strategy tensor)."""
+    return grid.reshape(1, 1).repeat(rows, 1) if grid.numel() == 1 else grid.reshape(rows, -1)
 
 
 def _signed(codes: Tensor, bits: int) -> Tensor:
