@@ -204,8 +204,8 @@ class Question:
         requests = w.requests or REQUESTS
         # A queue that grows to the end holds back twice the mean latency's worth of requests.
         few = 2 * metrics["e2e_s"] * served / requests < FALLS_BEHIND
-        # What is under way at two times differs by chance, by no more than a few of the requests' square root.
-        return few or metrics.get("answered_share", 0.0) > 1 - 2 / math.sqrt(requests)
+        # What waits at two times differs by chance, by no more than a few of the requests' square root.
+        return few or metrics.get("answered_share", 1.0) > 1 - 2 / math.sqrt(requests)
 
     def misses(self, metrics: Mapping[str, float], but: Sequence[str] = ()) -> list[str]:
         """The limits that these metrics break, in words; those of ``but`` do not count."""

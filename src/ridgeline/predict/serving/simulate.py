@@ -314,17 +314,17 @@ def serving_metrics(
         "preemptions": metric(o.preemptions, "", "lower", source),
     }
     if w.concurrency is None and (share := _answered_share(o, served)) is not None:
-        metrics["answered_share"] = metric(share, "", "higher", "answers per arrival in the second half of the load")
+        metrics["answered_share"] = metric(share, "", "higher", "first tokens per arrival in the second half")
     return metrics
 
 
 def _answered_share(o: SimulationOutcome, served: Sequence[int]) -> float | None:
-    """Requests answered while the second half of them arrives, per arrival: less than one while the queue grows. None:
-    they all arrive at once."""
+    """First tokens while the second half of the requests arrives, per arrival: less than one while the queue grows,
+    however long answers take. None: they all arrive at once."""
     sent = sorted(o.arrival[i] for i in served)
     half, last = sent[len(sent) // 2], sent[-1]
     arrived = sum(half < t for t in sent)
-    return sum(half < o.finish[i] <= last for i in served) / arrived if arrived else None
+    return sum(half < o.first[i] <= last for i in served) / arrived if arrived else None
 
 
 def percentile(values: Sequence[float], q: float) -> float:
