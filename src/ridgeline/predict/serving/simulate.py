@@ -174,7 +174,8 @@ def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterat
         yield f"{engine.name} does this whatever the plan says: {', '.join(given)}"
     added = [t.card.name for t in usual if t.card.name not in given]
     if added and engine.name not in (OWN, PLANNED):
-        yield f"{engine.name} does not by default what the plan says, and is predicted as if: {', '.join(added)}"
+        yield (f"{engine.name} schedules requests in another way by default; it is predicted as the plan says, with"
+               f" {', '.join(added)}")  # fmt: skip
     missing = sorted({*default_plan("serve")} - {t.card.name for t in usual})
     if engine.name == PLANNED and missing:
         yield (f"no engine is named, so requests are scheduled as the plan says, without {', '.join(missing)}: name an"
