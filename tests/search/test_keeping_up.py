@@ -61,6 +61,18 @@ def test_answers_that_take_as_long_as_the_load_do_not_tell_that_a_queue_grows(le
     assert question("1xa800-80g", **load).keeps_up(metrics)
 
 
+def test_a_short_trace_at_a_rate_is_judged_by_its_own_requests(tmp_path):
+    """A tenth of the default number of requests, most of which wait."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [f'{{"timestamp": {1000 * i}, "input_length": 2000, "output_length": 200}}\n' for i in range(100)]
+    trace.write_text("".join(lines))
+    load = {**LOAD, "trace": str(trace), "requests": None}
+    for rate, keeps_up in ((0.5, True), (3.0, False)):
+        e = experiments.make("llama2-13b", "a800-80g", {**load, "rate": rate}, [])
+        metrics = {name: m.value for name, m in predict(e).metrics.items()}
+        assert question("1xa800-80g", **load | {"rate": rate}).keeps_up(metrics) == keeps_up
+
+
 def test_why_a_technique_is_out_is_no_factor_of_the_rank():
     """What does not keep up is not a thousand times as expensive."""
     e = experiments.make("llama2-13b", "2xa800-80g", {**LOAD, "rate": 3.0}, [])
