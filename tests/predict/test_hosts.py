@@ -5,7 +5,9 @@ from itertools import pairwise
 import pytest
 
 from ridgeline import catalog, experiments
+from ridgeline.graph import Op
 from ridgeline.predict import predict
+from ridgeline.predict.operators.host_work import faster_host, host_time
 from ridgeline.predict.quick import quick
 from ridgeline.search import Question, search
 from ridgeline.search.answer_tables import answer_tables
@@ -108,6 +110,21 @@ def test_drives_of_a_server_are_read_together():
     assert reads(disks=2) == pytest.approx(4 * reads())
     assert reads(disks=None) == pytest.approx(4 * reads())
     assert reads(disk_bandwidth=6e9) == pytest.approx(reads() / 2)
+
+
+@pytest.mark.parametrize("known", [None, {}, {"memory_bandwidth": 800e9}, {"cores": 8}])
+@pytest.mark.parametrize("kind", ["host_update", "host_read", "host_product"])
+def test_a_server_that_is_better_by_a_factor_is_faster_by_it(kind, known):
+    """What is not known of it is an ordinary one's, with the lever and without."""
+    host = None if known is None else Host(name="known in part", memory_bytes=1e12, **known)
+    cluster, op = catalog.cluster("8xa100-80g-sxm"), Op("x", "optimizer", kind, bytes=1e9)
+
+    def seconds(host):
+        device = cluster.device.model_copy(update={"host": host})
+        return host_time(op, cluster.model_copy(update={"device": device})).seconds
+
+    assert seconds(faster_host(host, 1.0)) == seconds(host)
+    assert seconds(faster_host(host, 1.05)) == pytest.approx(seconds(host) / 1.05)
 
 
 def test_lanes_need_a_generation():

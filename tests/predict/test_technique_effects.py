@@ -228,9 +228,17 @@ def test_engines_take_what_they_do_not_have():
 def test_what_an_engine_does_not_do_by_itself_is_said(engine, added):
     """Hugging Face's generate has no queue to take requests from: a gain by one is not to be had there."""
     notes = metrics(["continuous_batching", "chunked_prefill"], engine=engine)[1].notes
-    found = [n for n in notes if "does not by default" in n and "chunked_prefill" in n]
+    found = [n for n in notes if "in another way by default" in n and "chunked_prefill" in n]
     assert bool(found) == added
     assert any("continuous_batching" in n for n in found) == (engine == "hf")
+
+
+@pytest.mark.parametrize("engine", ["vllm-2023", "tgi", "sglang"])
+def test_a_paged_engine_is_not_said_to_have_no_pages(engine):
+    """It pages; what differs with ``paged_kv`` are shared prefixes or the size of a block."""
+    notes = metrics(["paged_kv"], engine=engine)[1].notes
+    assert [n for n in notes if "in another way by default" in n and "paged_kv" in n]
+    assert not [n for n in notes if "does not" in n and "paged_kv" in n]
 
 
 @pytest.mark.parametrize(

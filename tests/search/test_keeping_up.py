@@ -6,6 +6,7 @@ from ridgeline import experiments
 from ridgeline.predict import predict
 from ridgeline.search import Question, search
 from ridgeline.search.answer_tables import answer_tables
+from ridgeline.search.why import why_not
 
 LOAD = {"kind": "serve", "engine": "vllm", "rate": 2.0, "requests": 200, "prompt_len": 2000, "output_len": 200}
 
@@ -47,3 +48,37 @@ def test_answers_per_arrival_tell_whether_the_queue_grows():
 def test_a_closed_loop_has_no_arrivals_to_keep_up_with():
     load = {name: value for name, value in LOAD.items() if name != "rate"} | {"concurrency": 8}
     assert "answered_share" not in predict(experiments.make("llama2-13b", "a800-80g", load, [])).metrics
+
+
+@pytest.mark.parametrize("length_cv", [0.0, 1.0])
+def test_answers_that_take_as_long_as_the_load_do_not_tell_that_a_queue_grows(length_cv):
+    """Nobody waits: but half of the requests are under way when the last one arrives."""
+    load = {"rate": 10.0, "prompt_len": 50, "output_len": 1000, "length_cv": length_cv}
+    found = predict(experiments.make("llama2-7b", "a800-80g", {**LOAD, **load}, [])).metrics
+    metrics = {name: m.value for name, m in found.items()}
+    assert metrics["ttft_s"] < 0.1
+    assert metrics["requests_per_s"] < 0.8 * load["rate"]
+    assert question("1xa800-80g", **load).keeps_up(metrics)
+
+
+def test_a_short_trace_at_a_rate_is_judged_by_its_own_requests(tmp_path):
+    """A tenth of the default number of requests, most of which wait."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [f'{{"timestamp": {1000 * i}, "input_length": 2000, "output_length": 200}}\n' for i in range(100)]
+    trace.write_text("".join(lines))
+    load = {**LOAD, "trace": str(trace), "requests": None}
+    for rate, keeps_up in ((0.5, True), (3.0, False)):
+        e = experiments.make("llama2-13b", "a800-80g", {**load, "rate": rate}, [])
+        metrics = {name: m.value for name, m in predict(e).metrics.items()}
+        assert question("1xa800-80g", **load | {"rate": rate}).keeps_up(metrics) == keeps_up
+
+
+def test_why_a_technique_is_out_is_no_factor_of_the_rank():
+    """What does not keep up is not a thousand times as expensive."""
+    e = experiments.make("llama2-13b", "2xa800-80g", {**LOAD, "rate": 3.0}, [])
+    few = frozenset({"tensor_parallel", "pipeline"})
+    a = search(Question(e.model, e.cluster, e.workload, "cost", only=few), workers=1)
+    assert a.question.keeps_up(a.best[0].metrics)
+    assert not a.question.keeps_up(a.found.with_technique["pipeline"].metrics)
+    why = next(w for w in why_not(a) if w.what.startswith("pipeline"))
+    assert why.therefore == "its best plan does not keep up with the arrivals"

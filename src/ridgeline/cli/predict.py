@@ -49,7 +49,7 @@ def predict(
         e = experiment_from_options(ctx, model, on, task, with_, plan, given)
         result = run(e)
         if same := without_effect(e):
-            result.notes.append(f"in this workload every metric is the same without {', '.join(same)}")
+            result.notes.append(f"leaving out any one of these changes no predicted metric: {', '.join(same)}")
         if trace:
             predicted_trace(e, trace)
     if save:

@@ -40,8 +40,8 @@ DEFINITIONS: dict[str, str] = {
     "itl_s": "Inter-token latency: each gap between chunks with text, all requests' together.",
     "e2e_s": "From the time the request was to be sent to its end.",
     "goodput_per_s": "Requests per second that keep the limits on TTFT and TPOT; failed ones keep none.",
-    "answered_share": "Requests answered per request that arrives, over the second half of the arrivals: less than one"
-    " while the queue grows.",
+    "answered_share": "First tokens per request that arrives, over the second half of the arrivals: less than one while"
+    " the queue grows.",
     "slo_share": "Share of requests that keep both limits; failed ones keep none.",
     "dollars_per_hour": "Price of all replicas of a fleet, each as long as it was there, mean over the time.",
     "watts": "Rated power of all devices of a fleet, mean over the time: an upper bound.",

@@ -28,7 +28,7 @@ HIGHER = frozenset({
 """Metrics of which higher is better; of all others, lower is."""
 
 FALLS_BEHIND = 0.1
-"""Share of a simulation's requests that wait at its end, below which an engine is taken to keep up with arrivals."""
+"""Share of arrivals that are not answered in their time, below which an engine is taken to keep up with them."""
 
 BEHIND = 1e3
 """What the cost of one that does not is multiplied by: more than prices of plans differ by."""
@@ -196,16 +196,14 @@ class Question:
         return -value if self.metric in HIGHER else value
 
     def keeps_up(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an engine answers requests as fast as they arrive; one whose load waits for its answers always
-        does. One that does not holds back many at the end, and ever more."""
+        """Whether an engine begins to answer requests as fast as they arrive; one whose load waits for its answers
+        always does."""
         w, served = self.workload, metrics.get("requests_per_s")
         if not (isinstance(w, Serve) and w.offered and served):
             return True
-        requests = w.requests or REQUESTS
-        # A queue that grows to the end holds back twice the mean latency's worth of requests.
-        few = 2 * metrics["e2e_s"] * served / requests < FALLS_BEHIND
-        # What is under way at two times differs by chance, by no more than a few of the requests' square root.
-        return few or metrics.get("answered_share", 0.0) > 1 - 2 / math.sqrt(requests)
+        # What waits at two times differs by chance, by no more than a few of the requests' square root.
+        chance = 2 / math.sqrt(w.requests or REQUESTS)
+        return metrics.get("answered_share", 1.0) > 1 - max(FALLS_BEHIND, chance)
 
     def misses(self, metrics: Mapping[str, float], but: Sequence[str] = ()) -> list[str]:
         """The limits that these metrics break, in words; those of ``but`` do not count."""

@@ -153,7 +153,9 @@ def _slower(q: Question, name: str, best: Tried, reference: Result, other: Tried
         causes = _beside(q, best, registry()[name]) or causes
     extra = " + ".join(s for s in brief(other.experiment.plan) if s.split(":")[0] == name)
     verdict = "its best plan is no better" if behind < 1.005 else f"its best plan is {behind:.2f}x behind the best plan"
-    if behind > SLACK and not whole:
+    if q.goal == "cost" and q.keeps_up(best.metrics) and not q.keeps_up(other.metrics):
+        verdict = "its best plan does not keep up with the arrivals"
+    elif behind > SLACK and not whole:
         verdict = f"its plans are at least {SLACK:g}x behind the best plan, and {behind:.2f}x where one was timed"
     return WhyNot(extra or name, causes, verdict)
 

@@ -113,9 +113,9 @@ class CsvTable:
 
 
 def read_table(path: Path) -> CsvTable:
-    """Read a CSV file, with or without a byte-order mark; invalid UTF-8 is replaced.
+    """Read a CSV file, with or without a byte-order mark; invalid UTF-8 in rows is replaced.
 
-    Raises :class:`UserError` if it is not CSV; rows of another length are skipped and counted.
+    Raises :class:`UserError` if it is not CSV or its header not UTF-8; rows of another length are skipped and counted.
     """
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as f:

@@ -50,23 +50,22 @@ def faster_host(host: Host | None, factor: float) -> Host:
     """The server with ``factor`` times the cores and the memory bandwidth; what is not known is an ordinary one's."""
     known = host or _ORDINARY
     return known.model_copy(update={"memory_bandwidth": (known.memory_bandwidth or _HOST_BANDWIDTH) * factor,
-                                    "cores": round((known.cores or _HOST_CORES) * factor)})  # fmt: skip
+                                    "cores": (known.cores or _HOST_CORES) * factor})  # fmt: skip
 
 
 def host_time(op: Op, cluster: Cluster) -> Timed:
     """Seconds of a copy or of the CPU's update for one rank, while the node's other ranks do the same."""
     ranks = cluster.devices_per_node
     host = cluster.device.host or _ORDINARY
-    bandwidth = host.memory_bandwidth or _HOST_BANDWIDTH
+    bandwidth, cores = host.memory_bandwidth or _HOST_BANDWIDTH, host.cores or _HOST_CORES
     if op.kind == "host_update":
-        rate = _UPDATE_SHARE * bandwidth
-        rate = min(rate, host.cores * _CORE_BANDWIDTH) if host.cores else rate
+        rate = min(_UPDATE_SHARE * bandwidth, cores * _CORE_BANDWIDTH)
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind == "host_product":
         rate = _GATHER_SHARE * bandwidth
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind == "host_read":
-        rate = min(bandwidth, (host.cores or _HOST_CORES) * _CORE_ATTENTION)
+        rate = min(bandwidth, cores * _CORE_ATTENTION)
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind in ("disk_read", "disk_write"):
         disk = cluster.device.disk

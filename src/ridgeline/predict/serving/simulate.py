@@ -174,7 +174,8 @@ def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterat
         yield f"{engine.name} does this whatever the plan says: {', '.join(given)}"
     added = [t.card.name for t in usual if t.card.name not in given]
     if added and engine.name not in (OWN, PLANNED):
-        yield f"{engine.name} does not by default what the plan says, and is predicted as if: {', '.join(added)}"
+        yield (f"{engine.name} schedules requests in another way by default; it is predicted as the plan says, with"
+               f" {', '.join(added)}")  # fmt: skip
     missing = sorted({*default_plan("serve")} - {t.card.name for t in usual})
     if engine.name == PLANNED and missing:
         yield (f"no engine is named, so requests are scheduled as the plan says, without {', '.join(missing)}: name an"
@@ -314,17 +315,17 @@ def serving_metrics(
         "preemptions": metric(o.preemptions, "", "lower", source),
     }
     if w.concurrency is None and (share := _answered_share(o, served)) is not None:
-        metrics["answered_share"] = metric(share, "", "higher", "answers per arrival in the second half of the load")
+        metrics["answered_share"] = metric(share, "", "higher", "first tokens per arrival in the second half")
     return metrics
 
 
 def _answered_share(o: SimulationOutcome, served: Sequence[int]) -> float | None:
-    """Requests answered while the second half of them arrives, per arrival: less than one while the queue grows. None:
-    they all arrive at once."""
+    """First tokens while the second half of the requests arrives, per arrival: less than one while the queue grows,
+    however long answers take. None: they all arrive at once."""
     sent = sorted(o.arrival[i] for i in served)
     half, last = sent[len(sent) // 2], sent[-1]
     arrived = sum(half < t for t in sent)
-    return sum(half < o.finish[i] <= last for i in served) / arrived if arrived else None
+    return sum(half < o.first[i] <= last for i in served) / arrived if arrived else None
 
 
 def percentile(values: Sequence[float], q: float) -> float:
