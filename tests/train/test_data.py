@@ -378,7 +378,7 @@ def test_ranks_wait_for_text_longer_than_for_collectives(kept, corpus, tmp_path,
         (tmp_path / "taken").touch()
         monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path / "taken"))
     e = experiment(corpus, ranks=2)
-    (a, first), (b, second) = world(2).run(batches_of_slow_ranks, e, 3.0, 2.0)
+    (a, first), (b, second) = world(2).run(batches_of_slow_ranks, e, 3.5, 3.0)
     assert a == b
     assert (first, second) == ([0], [] if kept else [1])
 
