@@ -4,7 +4,7 @@ writes."""
 import pytest
 
 pytest.importorskip("aiohttp")
-from tests.fleet.test_router import Stub, fleet
+from tests.fleet.stubs import Stub, fleet
 
 from ridgeline.fleet.members import Member, Members
 from ridgeline.fleet.pools import CHARACTERS, ITERATIONS, Pools

@@ -1,7 +1,6 @@
 """The router, before servers that answer, are full, break off and come back."""
 
 import asyncio
-import contextlib
 import json
 
 import pytest
@@ -9,136 +8,14 @@ import uvicorn
 
 aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
+from tests.fleet.stubs import Stub, ask, event, fleet, run, words  # noqa: E402
 
-from ridgeline.fleet import members as members_module  # noqa: E402
 from ridgeline.fleet import router as router_module  # noqa: E402
-from ridgeline.fleet.members import Member, Members  # noqa: E402
+from ridgeline.fleet.members import Member  # noqa: E402
 from ridgeline.fleet.policies import PIECE, LeastLoaded, PrefixAware, Random  # noqa: E402
-from ridgeline.fleet.router import Limits, Router, has_token  # noqa: E402
-from ridgeline.fleet.tenants import Tenant, Tenants, load_tenants  # noqa: E402
-from ridgeline.serve.http import OPEN  # noqa: E402
-from ridgeline.spec.errors import UserError  # noqa: E402
+from ridgeline.fleet.router import Limits, has_token  # noqa: E402
 
-
-class Stub:
-    """A server whose answers are told beforehand: ok, full, or broken before the first token, or after it."""
-
-    def __init__(self, name, models=("m",)):
-        self.name, self.models, self.mode, self.asked, self.keys = name, models, "ok", [], []
-        self.more = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def start(self, port=0):
-        app = web.Application()
-        app.router.add_get("/health", self.health)
-        app.router.add_get(
-            "/metrics", lambda _: web.Response(text=f'# TYPE seen counter\nseen{{a="b"}} {len(self.asked)}\n')
-        )
-        app.router.add_get("/v1/models", self.list)
-        app.router.add_post("/v1/chat/completions", self.chat)
-        app.router.add_post("/v1/packed", self.packed)
-        for path, handler in self.more:
-            app.router.add_get(path, handler)
-        self.runner = web.AppRunner(app, handler_cancellation=True)
-        await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", port).start()
-        self.port = self.runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        return self
-
-    async def stop(self):
-        await self.runner.cleanup()
-
-    async def packed(self, _):
-        response = web.json_response({"text": "x" * 999})
-        response.enable_compression(web.ContentCoding.gzip)
-        return response
-
-    async def health(self, _):
-        return web.Response()
-
-    async def metrics(self, _):
-        return web.Response(text=f'# TYPE seen counter\nseen{{a="b"}} {len(self.asked)}\n')
-
-    async def list(self, _):
-        return web.json_response({"data": [{"id": m, "max_model_len": 512} for m in self.models]})
-
-    async def chat(self, request):
-        body = await request.json()
-        self.asked.append((body, request.headers.get("Authorization")))
-        self.keys.append((request.headers.getall("Authorization", []), request.headers.getall("X-Api-Key", [])))
-        if self.mode == "full":
-            return web.json_response({"error": {"message": "full"}}, status=429)
-        await self.gate.wait()
-        if not body.get("stream"):
-            return web.json_response({"server": self.name})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(event({"delta": {"role": "assistant", "content": ""}}))
-        if self.mode == "before":
-            request.transport.abort()
-            return response
-        for i in range(3):
-            await response.write(event({"delta": {"content": f"{self.name}{i} "}}))
-            if self.mode == "after":
-                await asyncio.sleep(0.05)
-                request.transport.abort()
-                return response
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-
-def event(choice):
-    return b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n"
-
-
-@contextlib.asynccontextmanager
-async def fleet(stubs, policy=None, **more):
-    """(router, session, address) before stubs that are up."""
-    for stub in stubs:
-        await stub.start()
-    limits = more.pop("limits", Limits(wait_s=60))
-    key = more.pop("member_key", "")
-    routing = Router(Members([s.url for s in stubs], key=key), policy or LeastLoaded(), limits=limits, **more)
-    runner = web.AppRunner(routing.app(), handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        async with aiohttp.ClientSession() as session:
-            while any(m.state != "up" for m in routing.members.all):
-                await asyncio.sleep(0.01)
-            yield routing, session, url
-    finally:
-        await runner.cleanup()
-        for stub in stubs:
-            await stub.stop()
-
-
-async def ask(session, url, text="hi", **more):
-    """(status, text of the answer or body)."""
-    body = {"model": "m", "messages": [{"role": "user", "content": text}], **more}
-    headers = {"Authorization": f"Bearer {body.pop('key')}"} if "key" in body else {}
-    async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
-        raw = await answer.text()
-        if answer.content_type != "text/event-stream":
-            return answer.status, json.loads(raw)
-        lines = [x[6:] for x in raw.splitlines() if x.startswith("data: ") and x != "data: [DONE]"]
-        return answer.status, [json.loads(x) for x in lines]
-
-
-def words(events):
-    return "".join(e["choices"][0]["delta"].get("content", "") for e in events if "choices" in e)
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch):
-    monkeypatch.setattr(members_module, "EVERY", 0.05)
-
-
-def run(test):
-    asyncio.run(asyncio.wait_for(test(), 120))
+pytestmark = pytest.mark.usefixtures("often")
 
 
 def test_a_stream_passes_through():
@@ -262,125 +139,12 @@ def test_adapters_go_to_who_has_them():
     run(test)
 
 
-def test_tenants_and_keys():
-    async def test():
-        a, now = Stub("a"), [100.0]
-        tenants = Tenants([Tenant("x", "kx", requests_per_minute=2), Tenant("y", "ky", concurrency=1)], lambda: now[0])
-        async with fleet([a], tenants=tenants, member_key="inner") as (_, session, url):
-            assert (await ask(session, url))[0] == 401
-            assert (await ask(session, url, key="wrong"))[0] == 401
-            assert [(await ask(session, url, key="kx"))[0] for _ in range(3)] == [200, 200, 429]
-            now[0] += 30  # half a minute fills one
-            assert [(await ask(session, url, key="kx"))[0] for _ in range(2)] == [200, 429]
-            a.gate.clear()
-            first = asyncio.create_task(ask(session, url, key="ky"))
-            while tenants.all[1].running != 1:
-                await asyncio.sleep(0.01)
-            assert (await ask(session, url, key="ky"))[0] == 429
-            a.gate.set()
-            assert (await first)[0] == 200
-            assert (await ask(session, url, key="ky"))[0] == 200
-            assert {key for _, key in a.asked} == {"Bearer inner"}
-
-    run(test)
-
-
-@pytest.mark.parametrize(("headers", "status"), [
-    ({"x-api-key": "kx"}, 200), ({"authorization": "bearer kx"}, 200), ({"authorization": "Bearer  kx "}, 200),
-    ({"authorization": "kx"}, 401), ({"authorization": "Basic kx"}, 401), ({"x-api-key": "ky"}, 401)])  # fmt: skip
-@pytest.mark.parametrize("tenants", [True, False])
-def test_keys_come_as_servers_take_them_and_only_the_members_own_goes_on(headers, status, tenants):
-    """As clients of OpenAI's API and of Anthropic's send them, which read an error each in its own way."""
-
-    async def test():
-        a = Stub("a")
-        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-        more = {"tenants": Tenants([Tenant("x", "kx")]), "member_key": "in"} if tenants else {"member_key": "kx"}
-        async with (
-            fleet([a], **more) as (_, session, url),
-            session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer,
-        ):
-            assert answer.status == status
-            if status == 401:
-                told = await answer.json()
-                assert told["type"] == "error"
-                assert (told["error"]["type"], told["error"]["code"]) == ("authentication_error", "invalid_api_key")
-        assert a.keys == ([([f"Bearer {more['member_key']}"], [])] if status == 200 else [])
-
-    run(test)
-
-
-def test_a_router_without_keys_passes_on_those_of_clients():
-    async def test():
-        a = Stub("a")
-        async with fleet([a]) as (_, session, url):
-            assert (await ask(session, url, key="theirs"))[0] == 200
-        assert a.keys == [(["Bearer theirs"], [])]
-
-    run(test)
-
-
-def test_paths_that_ask_for_no_key_are_those_of_servers():
-    async def test():
-        a = Stub("a")
-        a.more.append(("/version", lambda _: web.json_response({"version": "1"})))
-        async with fleet([a], member_key="inner") as (_, session, url):
-            for path, status in (*((path, 200) for path in OPEN), ("/health/", 200), ("/v1/models/", 401), ("/x", 401)):
-                async with session.get(url + path) as answer:
-                    assert (path, answer.status) == (path, status)
-            for path in ("/ping", "/ping/"):
-                async with session.post(url + path) as answer:
-                    assert (answer.status, await answer.json()) == (200, {"status": "ok"})
-            async with session.get(f"{url}/v1/models/", headers={"x-api-key": "inner"}) as answer:
-                assert [m["owned_by"] for m in (await answer.json())["data"]] == [""]
-
-    run(test)
-
-
 def test_a_connection_to_a_server_is_left_before_the_server_closes_it():
     """Or a request that is sent as it closes would count as an answer that a lost server owes."""
 
     async def test():
         async with fleet([Stub("a")]) as (routing, _, _):
             assert routing.session.connector._keepalive_timeout < uvicorn.Config(app=None).timeout_keep_alive
-
-    run(test)
-
-
-def test_draining_needs_the_admin_key():
-    async def test():
-        a = Stub("a")
-        async with fleet([a], admin_key="boss") as (routing, session, url):
-            for key, status in (("", 403), ("Bearer boss", 200)):
-                headers = {"Authorization": key}
-                async with session.post(f"{url}/fleet/drain", json={"url": a.url}, headers=headers) as answer:
-                    assert answer.status == status
-            assert routing.members.all[0].state == "draining"
-
-    run(test)
-
-
-def test_without_tenants_the_members_key_is_the_clients():
-    async def test():
-        a = Stub("a")
-        async with fleet([a], member_key="inner") as (_, session, url):
-            assert (await ask(session, url))[0] == 401
-            assert (await ask(session, url, key="inner"))[0] == 200
-
-    run(test)
-
-
-def test_a_page_in_a_browser_manages_nothing():
-    async def test():
-        a = Stub("a")
-        async with fleet([a]) as (routing, session, url):
-            for more in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"X-Forwarded-For": "9.9.9.9"},
-                         {"Content-Type": "text/plain"}):  # fmt: skip
-                headers = {"Content-Type": "application/json", **more}
-                body = json.dumps({"url": a.url})
-                async with session.post(f"{url}/fleet/drain", data=body, headers=headers) as answer:
-                    assert answer.status == 403, more
-            assert routing.members.all[0].state == "up"
 
     run(test)
 
@@ -547,18 +311,3 @@ def test_an_answer_that_breaks_off_ends_as_its_events_are_named(named):
             assert json.loads(last[-1][6:])["type"] == "error"
 
     run(test)
-
-
-BAD = ("x = ", "[tenants.a]\nkey = ''\n", "[tenants.a]\nkey = 3\n", "[tenants.a]\nkey = 'k'\nrate = 1\n",
-       "[tenants.a]\nkey = 'k'\nrequests_per_minute = 0.0\n",
-       "[tenants.a]\nkey = 'k'\n[tenants.b]\nkey = 'k'\n", "tenants = 3")  # fmt: skip
-
-
-@pytest.mark.parametrize("text", BAD)
-def test_bad_files_of_tenants(tmp_path, text):
-    path = tmp_path / "t.toml"
-    path.write_text(text)
-    with pytest.raises(UserError):
-        load_tenants(path)
-    with pytest.raises(UserError):
-        load_tenants(tmp_path / "none.toml")

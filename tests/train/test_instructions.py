@@ -446,19 +446,15 @@ def losses_of(rank, e):
     return [*out, trainer.evaluate()], {n: full(p) for n, p in trainer.run.root.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "plan"),
-    [
-        (2, ("pipeline:degree=2",)),
-        (2, ("tensor_parallel:degree=2", "sequence_parallel")),
-        (2, ("zero:stage=3", "recompute")),
-        (2, ("ring_attention:degree=2", "flash_attention", "recompute")),
-        (4, ("ring_attention:degree=2", "flash_attention", "pipeline:degree=2")),
-        (1, ("flash_attention", "recompute")),
-        (1, ("fused_layers",)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("ranks", "plan"), [
+    (2, ("pipeline:degree=2",)),
+    (2, ("tensor_parallel:degree=2", "sequence_parallel")),
+    (2, ("zero:stage=3", "recompute")),
+    (2, ("ring_attention:degree=2", "flash_attention", "recompute")),
+    (4, ("ring_attention:degree=2", "flash_attention", "pipeline:degree=2")),
+    (1, ("flash_attention", "recompute")),
+    (1, ("fused_layers",)),
+], ids=str)  # fmt: skip
 def test_layouts_pack_alike(ranks, plan, checkpoint, chat):
     sgd = {"optimizer": "sgd", "lr": 1.0, "grad_clip": 0.1}
     want, _ = losses_of(0, tuning(checkpoint, chat, **sgd))
