@@ -90,7 +90,7 @@ class Tokens:
 
     @cached_property
     def special(self) -> torch.Tensor:
-        """Ids of special tokens."""
+        """int64 [number]: ids of special tokens."""
         known = self.tokenizer.get_added_tokens_decoder().items()
         return torch.tensor([i for i, token in known if token.special], dtype=torch.int64)
 
@@ -201,15 +201,15 @@ def _pieces(text: str) -> Iterator[_Piece]:
     tokens that they have in the whole document."""
     begin, most = 0, MAX_CHARACTERS if len(text) <= MAX_CHARACTERS else MAX_CHARACTERS // 16
     while True:
-        cut = len(text)
-        if cut - begin > most:
+        stop = len(text)
+        if stop - begin > most:
             line = text.rfind("\n", begin, begin + most) + 1
-            cut = line if line > begin else begin + most
+            stop = line if line > begin else begin + most
         context = max(0, begin - CONTEXT)
-        yield _Piece(text[context : cut + CONTEXT], begin - context, cut - context, begin == 0, cut == len(text))
-        if cut == len(text):
+        yield _Piece(text[context : stop + CONTEXT], begin - context, stop - context, begin == 0, stop == len(text))
+        if stop == len(text):
             return
-        begin = cut
+        begin = stop
 
 
 def require_within(largest: int, vocab_size: int) -> None:

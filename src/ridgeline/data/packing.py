@@ -107,7 +107,7 @@ def _first(tokenizer: Tokenizer, folder: str | None, bos: str) -> list[int]:
 
 
 def _encoded(examples: list[Example], tokenizer: Tokenizer) -> Iterator[Encoding]:
-    """Some at a time: what the tokenizer returns of a text takes a hundred times its memory."""
+    """Some at a time: what the tokenizer returns of a text takes tens of times its memory."""
     for at in range(0, len(examples), AT_ONCE):
         yield from tokenizer.encode_batch([e.text for e in examples[at : at + AT_ONCE]], add_special_tokens=False)
 

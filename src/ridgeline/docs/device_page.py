@@ -162,13 +162,14 @@ def _inference(devices: list[str], results: dict[str, Any]) -> str:
     ]  # fmt: skip
     return (
         "Generation and serving, as published; of loads only what their file states is known, not how they"
-        " were generated. Constants that were fitted on these very rows have no held-out error here:\n\n"
+        " were generated. In brackets: the mean of medians by model and degree, weighted by rows. Constants that"
+        " were fitted on these very rows have no held-out error here:\n\n"
         + table("| engine | device | time to first token | time per further token | its constants |", rows)
     )
 
 
 def _pooled(found: list[tuple[int, float, float]]) -> str:
-    """Mean and median over all rows, each as the mean over groups, weighted by their rows."""
+    """Mean over all rows, in brackets the mean of the groups' medians, weighted by their rows; and how many rows."""
     n = sum(each for each, *_ in found)
     if not n:
         return "–"

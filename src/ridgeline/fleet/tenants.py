@@ -83,7 +83,7 @@ class Tenants:
         self.clock = clock
 
     def find(self, key: bytes) -> Tenant | None:
-        """Whose key it is."""
+        """The tenant with this key; None: there is none."""
         found = [t for t in self.all if hmac.compare_digest(t.key.encode(), key)]
         return found[0] if found else None
 

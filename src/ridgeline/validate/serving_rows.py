@@ -34,9 +34,9 @@ WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
 
 _CLIENTS = 4096
-"""Most clients of a row: each is simulated, and no published closed loop has more."""
+"""Most clients of a row: each is simulated, and rows of the open data have up to 512."""
 _TOKENS = 500_000_000
-"""Most tokens of all requests, for the same reason: ten times those of the largest published one."""
+"""Most tokens of all requests, for the same reason: ten times those of the largest row of the open data."""
 _BUDGET = 2048
 """Tokens: the least budget of an iteration behind TensorRT-LLM's rows. An assumption, chosen on those rows; vLLM's have
 its default."""
