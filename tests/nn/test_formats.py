@@ -234,6 +234,13 @@ def test_inputs_around_another_number_than_zero_are_refused():
         form.input("m", tensors.get)
 
 
+@pytest.mark.parametrize(("target", "found"), [("re:.*q_proj", True), ("re:.*k_proj", False), ("a.q_proj", True)])
+def test_groups_name_modules_by_patterns_too(target, found):
+    config = CompressedTensors().config({"a.q_proj": packed(8, 0)}, [], {"a.q_proj": InputCode()})
+    config["config_groups"]["group_0"]["targets"] = [target]
+    assert reader(config).input("a.q_proj", {}.get) == (InputCode() if found else None)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_librarys_own_reader_takes_zero_points(bits):
     """Per module: transformers 5.23 makes room for unpacked zero points and so loads no asymmetric checkpoint."""

@@ -84,16 +84,19 @@ def test_goals(kind):
     assert mean is None or fmean(sizes) <= mean
 
 
-@pytest.mark.parametrize(("single", "others", "goal"), [
-    (rows.B200_SQUARE, [], 0.12), (rows.B200_NODE, rows.GB200_RACK, 0.15),
+@pytest.mark.parametrize(("single", "judged", "others", "goal"), [
+    (rows.B200_SQUARE, rows.B200_SQUARE, [], 0.12),
+    pytest.param(rows.B200_SQUARE, above_the_floor(rows.B200_SQUARE), rows.B200_LINEAR + rows.BEST_SHAPES, 0.12,
+                 marks=pytest.mark.xfail(strict=True, reason="fp8 kernels of few rows take longer than on Hopper")),
+    (rows.B200_NODE, above_the_floor(rows.B200_NODE), rows.GB200_RACK, 0.15),
 ])  # fmt: skip
-def test_goals_less_what_a_single_launch_takes(single, others, goal):
+def test_goals_less_what_a_single_launch_takes(single, judged, others, goal):
     """What the least row of a table of single launches takes beyond its prediction, all of them take: it is the
     measurement's."""
     least = min(single, key=lambda row: row.seconds)
     launch = least.seconds - predicted(least).seconds
-    table = above_the_floor(single) if others else single
-    pairs = [(row, row.seconds - launch) for row in table] + [(row, row.seconds) for row in others]
+    pairs = [(row, row.seconds - launch) for row in judged if row != least]
+    pairs += [(row, row.seconds) for row in others]
     sizes = [abs(predicted(row).seconds / seconds - 1) for row, seconds in pairs]
     print(f"{launch:.2e} s, {len(sizes)} rows, median {median(sizes):.1%}, mean {fmean(sizes):.1%}")
     assert median(sizes) <= goal

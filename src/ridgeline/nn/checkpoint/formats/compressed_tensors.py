@@ -3,6 +3,7 @@ SGLang load."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -95,8 +96,13 @@ class CompressedTensors:
         return None
 
     def _of(self, module: str) -> list[dict[str, Any]]:
-        """The groups that name a module."""
-        return [group for group in self._groups if {"Linear", module} & {*group.get("targets", [])}]
+        """The groups that name a module: by its name, by that of its class, or by a pattern (``re:``)."""
+
+        def named(target: str) -> bool:
+            pattern = target.removeprefix("re:")
+            return target in ("Linear", module) or (pattern != target and re.match(pattern, module) is not None)
+
+        return [group for group in self._groups if any(map(named, group.get("targets", [])))]
 
     def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """One group per combination of bits, symmetry, group size and input quantization."""
