@@ -297,7 +297,7 @@ def prefix(checkpoint: str, rounds: int, folder: str) -> dict[str, Any]:
     shared, other = torch.randint(MODEL.vocab_size, (2, SHARED), generator=draw).tolist()
     ends = torch.randint(MODEL.vocab_size, (4, OWN), generator=draw).tolist()
     pool = 2 * 4 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * (SHARED + OWN + 40)
-    base = ["paged_kv", "continuous_batching", "chunked_prefill", "padding_free"]
+    base = ["paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "flash_attention"]
     seconds: dict[str, list[float]] = {}
     wait = Restoring.wait
 

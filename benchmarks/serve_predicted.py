@@ -23,7 +23,7 @@ from ridgeline.measure.probing.probe import probe
 from ridgeline.predict import predict
 from ridgeline.spec.experiment import Experiment
 
-PLAN = ["paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search"]
+PLAN = ["paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search", "flash_attention"]
 METRICS = ("tokens_per_s", "requests_per_s", "ttft_p50_s", "tpot_p50_s", "e2e_p50_s", "batch_mean")
 LIMITS = {"tokens_per_s": 0.15, "ttft_p50_s": 0.20, "tpot_p50_s": 0.20, "e2e_p50_s": 0.20}
 """What predicted over measured may be off by."""

@@ -7,7 +7,6 @@ from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten, unknown_host
 from ridgeline.predict.known import state
 from ridgeline.predict.segments import over_segments, segments
-from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.predict.serving.simulate import done_anyway, predict_serving, prompt_rows
 from ridgeline.predict.serving.static_batch import predict_generation
 from ridgeline.predict.settle import ask
@@ -18,9 +17,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result, Row
-from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import resolve
-from ridgeline.techniques.technique import Technique
 
 
 def predict(e: Experiment) -> Result:
@@ -34,18 +31,10 @@ def predict(e: Experiment) -> Result:
         result.notes += unknown_host(held.value, e.cluster)
     for t in techniques:
         t.note(e, result)
-        if why := unpredicted(t, e):
+        if why := t.unpredicted(e):
             result.notes.append(f"predicted as without {t.card.name}: {why}")
     state(e, techniques, result)
     return result
-
-
-def unpredicted(t: Technique, e: Experiment) -> str:
-    """Why ``e`` is predicted as without ``t``; empty: it is not, as where an engine lacks what others always do."""
-    why = t.unpredicted(e)
-    if why and t.card.in_engines and isinstance(e.workload, Serve):
-        return why if find_engine(e.workload.engine, e.cluster.device).flash else ""
-    return why
 
 
 def without_effect(e: Experiment) -> list[str]:
@@ -53,7 +42,7 @@ def without_effect(e: Experiment) -> list[str]:
     prediction's notes say so anyway."""
     with_all = {name: m.value for name, m in predict(e).metrics.items()}
     resolved, techniques = resolve(e, ask)
-    known = {t.card.name for t in techniques if unpredicted(t, resolved)} | {*done_anyway(resolved, techniques)}
+    known = {t.card.name for t in techniques if t.unpredicted(resolved)} | {*done_anyway(resolved, techniques)}
     found = []
     for call in e.plan.calls:
         rest = Plan(calls=tuple(c for c in e.plan.calls if c.name != call.name))

@@ -130,6 +130,7 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
         else:
             model = build(e.model, device, dtype, w.seed)
     model.requires_grad_(False)
+    model.set_attention("naive")
     run = ServeBuild(e, model, device, kv_heads=e.model.cached_heads, followers=followers)
     run.mesh = Mesh.make(e, device.type, e.parallel.get("ep", 1)) if e.world > 1 else None
     run.captured = all(technique.captured for technique in techniques)
@@ -215,12 +216,14 @@ def _free(run: ServeBuild) -> float:
 
 def _drafting(run: ServeBuild, drafts: Drafts, longest: int, runner: Runner, table: Blocks) -> Drafting:
     if drafts.head is not None:
+        drafts.head.body.set_attention(run.model.backend)
         most = run.limits.max_num_batched_tokens  # with the last known token: larger trees are never checked
         drafter = HeadDrafter(drafts.head, runner, table, table.count * table.size, longest, drafts.branches,
                               min(drafts.nodes, most - 1), most)  # fmt: skip
         return Drafting(drafter, drafts.tokens, drafts.head)
     if drafts.model is not None:
         fuse_served(drafts.model)
+        drafts.model.set_attention(run.model.backend)
         longest = min(longest, drafts.model.spec.max_positions)
         blocks = DRAFTED * -(-longest // run.block_size)
         return Drafting(ModelDrafter(drafts.model, blocks, run.block_size, longest), drafts.tokens, drafts.model)

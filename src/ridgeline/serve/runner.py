@@ -150,6 +150,7 @@ class Runner:
         """The pass over a step's rows; a technique may put memory of its own around it."""
         window = (spec.sliding_window or 0) * (-1 if spec.chunked_window else 1)
         self.layout = BatchLayout(causal=spec.causal, window=window if spec.window_every == 1 else 0)
+        self.layout.fused = model.backend.name == "flash"
         shape = (1, kv_heads or spec.cached_heads, slots, spec.cached_dim)
         self.cache: dict[str, LayerCache] = {
             name: PagedCache(
@@ -166,7 +167,7 @@ class Runner:
         self.keeps = slots > 0
         self.kind = kind
         self.kernels = kernels or Kernels()
-        if self.keeps:
+        if self.keeps and self.layout.fused:
             self.layout.kernel = find_kernel(self.device, weight.dtype)
             self.layout.whole = None if spec.is_latent else find_step_kernel(self.device, spec.cached_dim)
             if self.layout.whole is not None:

@@ -6,14 +6,13 @@ import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
-from typing import NamedTuple
 
 from ridgeline.graph import training_graph
 from ridgeline.predict.interval import Known, spread_of
 from ridgeline.predict.known import reserved_by
 from ridgeline.predict.operators.kernel import peak_flops
 from ridgeline.predict.predict import predict
+from ridgeline.predict.quick import quick
 from ridgeline.predict.step.in_step import FETCH, TRAINING
 from ridgeline.predict.step.training_step import communicators
 from ridgeline.spec.device import Cluster, Device, Link
@@ -25,19 +24,15 @@ from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain, Training
 from ridgeline.techniques.memory.recompute import Recompute
 from ridgeline.techniques.precision.mixed_precision import MixedPrecision
-from ridgeline.techniques.registry import brief, has, of_kind, resolve
+from ridgeline.techniques.registry import brief, has, of_kind, resolve, techniques_of
 from ridgeline.validate.case import Case, largest_kinds
 from ridgeline.validate.csv_table import MOST_DEVICES, BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
+from ridgeline.validate.layouts import WHOLE, Judged, Layout, best, layouts, say, smallest_first
 from ridgeline.validate.nouns import architecture, device_of
 
 NAME = "training"
 REQUIRED = ("device", "layers", "hidden", "heads", "seq_len", "n_devices", "micro_batch")
-_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-_WHOLE = ("full", "1", "true", "yes", "block", "uniform", "all")
-"""What columns call the recomputation of whole layers."""
-_NOT, _PARTLY = ("none", "no", "false", "0", "off"), ("sel", "op", "attn")
-"""And none of it, and (how names begin) that of a part of their operators."""
 _PACKED = 512
 """Tokens of one example of packed instruction data (assumption): attention sees no more of a row than it."""
 PLAIN_LLAMA = {"norm": 4.0, "rope": 2.0}
@@ -93,14 +88,6 @@ def cases(
 # ---- the row as an experiment ---------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
-    """The parts of a run's layout that a row may leave open."""
-
-    micro_batch: int
-    interleave: int
-    recompute: str
-
-
 def experiment(row: CsvRow) -> Experiment:
     """The run as an Experiment: its cluster with the row's own network, its layout as a plan.
 
@@ -112,57 +99,37 @@ def experiment(row: CsvRow) -> Experiment:
 def settled(row: CsvRow, workload: type[Training] = Pretrain, adapters: Sequence[str] = ()) -> tuple[Experiment, str]:
     """The run, and which open parts were chosen here; empty: none."""
     spec, cluster = architecture(row), _cluster(row)
-    degrees = {axis: row.count(axis, 1) for axis in ("tp", "pp", "cp")}
-    ranks = cluster.size // (degrees["tp"] * degrees["pp"] * degrees["cp"]) or 1
+    usual = 3 if _native(row) else 0  # FSDP2's, and Megatron-LM's
 
     def run(layout: Layout) -> Experiment:
-        share = ranks * layout.micro_batch
+        share = (cluster.size // layout.model_ranks or 1) * layout.micro_batch
         micros = max(1, round(row.count("global_batch", share) / share))  # the nearest number that divides
         work = workload(seq_len=row.count("seq_len", least=2), batch_size=micros * share,
                         micro_batch_size=layout.micro_batch)  # fmt: skip
-        plan = Plan.parse([*adapters, *_plan(row, degrees, cluster.device, micros, layout)])
+        plan = Plan.parse([*adapters, *_plan(row, cluster, micros, layout)])
         try:
             return resolve(Experiment(model=spec, cluster=cluster, workload=work, plan=plan))[0]
         except Incompatible as problem:
             raise BadCell(f"not a possible run: {problem.what}") from None
 
-    layouts = _layouts(row, spec, ranks, degrees["pp"])
-    if len(layouts) == 1:
-        return run(layouts[0]), ""
-    judged: list[tuple[bool, float, Layout, Experiment]] = []
-    for layout in layouts:
+    allowed = layouts(row, spec, cluster, usual)
+    if len(allowed) == 1:
+        return run(allowed[0]), say(row, allowed[0], allowed)
+    judged: list[Judged] = []
+    for layout in smallest_first(allowed):
+        if any(not j.fits and j.layout.is_within(layout) for j in judged):
+            continue  # nor does this one
         try:
             e = run(layout)
         except BadCell:
             continue
-        result = predict(e)
-        fits = result.status == "ok"
-        merit = result.metrics["tokens_per_s"].value if fits else -(result.peak_bytes or 0.0)
-        judged.append((fits, merit, layout, e))
+        found = quick(e, techniques_of(e.plan))
+        merit = found.metrics["tokens_per_s"] if found.fits else -found.metrics["peak_bytes"]
+        judged.append(Judged(layout, found.fits, merit))
     if not judged:
-        run(layouts[0])  # says why
-    _, _, chosen, e = max(judged, key=lambda found: found[:2])
-    open_ = [f for i, f in enumerate(Layout._fields) if len({layout[i] for layout in layouts}) > 1]
-    return e, "not stated: " + ", ".join(f"{f}={getattr(chosen, f)}" for f in open_)
-
-
-def _layouts(row: CsvRow, spec: ModelSpec, ranks: int, stages: int) -> list[Layout]:
-    """The layouts that the row allows."""
-    each = max(1, row.count("global_batch", ranks) // ranks)
-    micro = [n for n in _MICRO_BATCHES if each % n == 0]
-    chunks = [n for n in range(1, spec.num_layers // stages + 1) if spec.num_layers % (stages * n) == 0]
-    stated = row.cells.get("recompute", "").strip().lower()
-    named = row.has("recompute") or stated == "none"
-    if named and stated not in _WHOLE + _NOT and not stated.startswith(_PARTLY):
-        raise BadCell(f"column 'recompute': {stated!r} is neither full nor selective nor none")
-    return [
-        Layout(*found)
-        for found in product(
-            [row.count("micro_batch")] if row.has("micro_batch") else micro,
-            [row.count("interleave")] if row.has("interleave") else sorted({1, *chunks[-1:]}) if stages > 1 else [1],
-            [stated] if named else ["none", "full"],
-        )
-    ]
+        run(allowed[0])  # says why
+    chosen = best(judged, usual)
+    return run(chosen), say(row, chosen, allowed)
 
 
 def _cluster(row: CsvRow) -> Cluster:
@@ -191,15 +158,15 @@ def _native(row: CsvRow) -> bool:
     return row.flag("compile", False) or "torchtitan" in row.text("source", "").lower()
 
 
-def _native_plan(row: CsvRow, degrees: dict[str, int], micros: int, layout: Layout) -> list[str]:
+def _native_plan(row: CsvRow, cluster: Cluster, micros: int, layout: Layout) -> list[str]:
     """The layout of a run in PyTorch's own software as technique calls.
 
     Blocks are compiled, the loss only where column ``compiled_loss`` says so. Selective recomputation is by operators,
     tensor parallelism overlaps where the row's name or note says async.
     """
     precision, compiled = precision_of(row, "precision", "bf16"), row.flag("compile", False)
-    ranks = row.count("n_devices") // (degrees["tp"] * degrees["pp"])  # those that share a sequence have shards too
-    stage = min(3, row.count("zero_stage", 3, least=0))
+    ranks = cluster.size // (layout.tp * layout.pp)  # those that share a sequence have shards too
+    stage = layout.zero_stage
     sharded = stage == 3 and ranks > 1
     loss = "compiled" if compiled and row.flag("compiled_loss", False) else "copies"
     plan = [] if precision in ("fp32", "tf32") else [
@@ -211,14 +178,14 @@ def _native_plan(row: CsvRow, degrees: dict[str, int], micros: int, layout: Layo
         plan.append("torch_compile:pieces=true")
     if precision == "fp8":
         plan.append("fp8:gathered=codes")
-    if degrees["tp"] > 1:
+    if layout.tp > 1:
         beside = "async" in (row.text("id", "") + row.text("note", "")).lower()
-        plan += [f"tensor_parallel:degree={degrees['tp']},overlap={str(beside).lower()}", "sequence_parallel"]
-    if degrees["pp"] > 1:
-        plan.append(f"{_pipeline(degrees['pp'], layout.interleave, micros)},overlap=false,outputs=kept")
-    if degrees["cp"] > 1:
-        plan.append(f"ring_attention:degree={degrees['cp']},exchange=gather")
-    if layout.recompute in _WHOLE:
+        plan += [f"tensor_parallel:degree={layout.tp},overlap={str(beside).lower()}", "sequence_parallel"]
+    if layout.pp > 1:
+        plan.append(f"{_pipeline(layout.pp, layout.interleave, micros)},overlap=false,outputs=kept")
+    if layout.cp > 1:
+        plan.append(f"ring_attention:degree={layout.cp},exchange=gather")
+    if layout.recompute in WHOLE:
         plan.append("recompute")
     elif layout.recompute.startswith(("sel", "op")):
         plan.append("recompute:every=2" if "layer" in layout.recompute else "recompute:policy=products")
@@ -238,11 +205,11 @@ def _pipeline(stages: int, chunks: int, micros: int) -> str:
     return f"pipeline:degree={stages},{schedule}"
 
 
-def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, layout: Layout) -> list[str]:
+def _plan(row: CsvRow, cluster: Cluster, micros: int, layout: Layout) -> list[str]:
     """The row's layout as technique calls; ``micros``: micro-batches per step."""
     if _native(row):
-        return _native_plan(row, degrees, micros, layout)
-    policy = layout.recompute
+        return _native_plan(row, cluster, micros, layout)
+    policy, device = layout.recompute, cluster.device
     precision = precision_of(row, "precision", "bf16" if "bf16" in device.peak_flops else "fp16")
     plan = [] if precision in ("fp32", "tf32") else [
         f"mixed_precision:dtype={'fp16' if precision == 'fp16' else 'bf16'},weights=low"]  # fmt: skip
@@ -250,9 +217,7 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
         plan.append("fp8:scaling=delayed")  # Transformer Engine's
     flash = row.flag("flash", True)
     internevo = bool(re.search(r"internlm|internevo", row.text("source", "").lower()))
-    megatron = not internevo and (
-        row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1 or degrees["pp"] > 1
-    )
+    megatron = not internevo and (row.text("family", "") in ("gpt", "megatron") or layout.tp > 1 or layout.pp > 1)
     fused = megatron or precision == "fp8"  # which means Transformer Engine's kernels
     if flash:
         # InternEvo asked for its release 1.0.5; for ALiBi, llm-foundry took the Triton kernel of that time
@@ -260,30 +225,29 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
         plan.append(f"flash_attention:generation={1 if first else 3 if fused else 2}")
     fused_loss = str(row.text("family", "") == "mpt").lower()
     plan.append(f"fused_layers:elementwise={str(fused).lower()},loss={fused_loss},chunked=false")
-    if degrees["tp"] > 1:
+    if layout.tp > 1:
         sequence = row.flag("sequence_parallel", False)
         beside = str(sequence and "fp8" in device.peak_flops).lower()  # as Megatron-LM runs it where it can
-        plan.append(f"tensor_parallel:degree={degrees['tp']},overlap={beside}")
+        plan.append(f"tensor_parallel:degree={layout.tp},overlap={beside}")
         if sequence:
             plan.append("sequence_parallel")
-    if degrees["pp"] > 1:
+    if layout.pp > 1:
         waits = "" if "fp8" in device.peak_flops else ",overlap=false"  # Megatron-LM of A100's years
-        plan.append(_pipeline(degrees["pp"], layout.interleave, micros) + waits)
-    if degrees["cp"] > 1:
-        plan.append(f"ring_attention:degree={degrees['cp']}")
-    if policy in _WHOLE:
+        plan.append(_pipeline(layout.pp, layout.interleave, micros) + waits)
+    if layout.cp > 1:
+        plan.append(f"ring_attention:degree={layout.cp}")
+    if policy in WHOLE:
         # llm-foundry asks for PyTorch's own checkpoints, the others' are reentrant
         plan.append(f"recompute:early_stop={str(row.text('family', '') == 'mpt').lower()}")
     elif policy.startswith(("sel", "attn")):
         if not flash:
             plan.append("recompute:policy=selective")
-        elif row.count("zero_stage", 0, least=0) > 1:  # PyTorch's: about every second matrix product is run again
+        elif layout.zero_stage > 1:  # PyTorch's: about every second matrix product is run again
             plan.append("recompute:every=2")
         # Megatron's drops the score matrix, which flash attention never keeps.
     if row.flag("activation_offload", False):
         plan.append("activation_offload")
-    ranks = row.count("n_devices") // (degrees["tp"] * degrees["pp"] * degrees["cp"])
-    stage = min(3, row.count("zero_stage", 0, least=0))
+    ranks, stage = cluster.size // layout.model_ranks, layout.zero_stage
     experts = row.count("ep", 1, least=0)
     if experts > 1 and ranks > 1:
         plan.append(f"expert_parallel:degree={min(experts, ranks)}")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.memory.step_pages import Pages, upload
-from ridgeline.nn.model.attention import AttentionBackend, LayerCache, flash_attention, fused
+from ridgeline.nn.model.attention import AttentionBackend, LayerCache, flash_attention, fused, naive_attention
 from ridgeline.nn.model.flash_blocks import computable
 from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.rotary import Rope, rotate
@@ -178,6 +178,9 @@ class BatchLayout:
     causal: bool = True
     window: int = 0
     """What a token attends to in every layer (see :func:`first_seen`), to which extents are cut."""
+    fused: bool = True
+    """Whether attention computes no score matrix; if it does, sequence by sequence, ``kernel`` and ``whole`` are
+    None."""
     outside: AbstractContextManager[None] = field(default_factory=nullcontext)
     """Entered by each layer's attention, the only part whose operators depend on the batch."""
     real: Tensor | None = None
@@ -224,8 +227,7 @@ class PagedCache(LayerCache):
         """Attention of each sequence's new tokens to each other: ``q`` and ``k`` [1, H, T, D], ``v`` [1, H, T, V]."""
         with self.layout.outside:
             parts = [slice(piece.start, piece.stop) for piece in self.layout.pieces]
-            causal = self.layout.causal
-            return torch.cat([fused(q[:, :, at], k[:, :, at], v[:, :, at], causal=causal) for at in parts], 2)
+            return torch.cat([self._own(q[:, :, at], k[:, :, at], v[:, :, at]) for at in parts], 2)
 
     def attend(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """``q`` [1, H, T, D], ``k`` and ``v`` [1, G, T, D] of a packed step → [1, H, T, D]; each sequence attends only
@@ -239,7 +241,7 @@ class PagedCache(LayerCache):
             if layout.real is None:
                 return self._packed(q, k, v, changes, mask.rope)
             if not layout.causal:
-                return _padded(q, k, v, layout.real)
+                return self._padded(q, k, v, layout.real)
             out, rows = torch.zeros_like(q), layout.rows
             out[:, :, rows] = self._packed(q[:, :, rows], k[:, :, rows], v[:, :, rows], changes)
             return out
@@ -308,12 +310,10 @@ class PagedCache(LayerCache):
 
     def _decode(self, q: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
         """One new token, [1, H, 1, D] → [1, H, D]: heads that share a key head are the queries of one head."""
-        if changes is not None or self._unseen(piece):
-            past = [self._read(extent, q.dtype) for extent in piece.extents]
-            keys, values = (torch.cat([pair[i] for pair in past], 2) for i in range(2))
+        if changes is not None or self._unseen(piece) or not self.layout.fused:
+            keys, values = _joined([self._read(extent, q.dtype) for extent in piece.extents])
             cut = self._unseen(piece)
-            mask = Mask(None, False, changes=changes)
-            return flash_attention(q, keys[:, :, cut:], values[:, :, cut:], mask)[:, :, 0]
+            return self._seen(q, keys[:, :, cut:], values[:, :, cut:], None, changes)[:, :, 0]
         heads, width = q.shape[1], q.shape[3]
         q = q.reshape(1, self._groups, heads // self._groups, width)
         past = self._past(piece, q.dtype)
@@ -329,11 +329,10 @@ class PagedCache(LayerCache):
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
         """Several new tokens: all attend to earlier tokens, and each to new ones up to itself."""
-        layout = self.layout
-        if changes is not None or self._unseen(piece):
+        if changes is not None or self._unseen(piece) or not self.layout.fused:
             return self._masked(q, k, v, piece, changes)
         if not piece.extents:
-            return fused(q, k, v, causal=layout.causal, grouped=k.shape[1] < q.shape[1])
+            return self._own(q, k, v)
         parts = [attend(q, *pair) for pair in self._past(piece, q.dtype)]
         return merge([*parts, attend(q, k, v, causal=True)])
 
@@ -344,11 +343,9 @@ class PagedCache(LayerCache):
         return max(0, first_seen(length - 1, self.window) - (length - total))
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
-        """A sliding window cuts through the chunk, or scores are changed: older tokens are gathered, and a mask applies
-        the window and causality."""
-        past = [self._read(extent, q.dtype) for extent in piece.extents]
-        keys = torch.cat([*(p[0] for p in past), k], 2)
-        values = torch.cat([*(p[1] for p in past), v], 2)
+        """A sliding window cuts through the chunk, scores are changed, or are a matrix: older tokens are gathered, and
+        a mask applies the window and causality."""
+        keys, values = _joined([*(self._read(extent, q.dtype) for extent in piece.extents), (k, v)])
         at = torch.arange(keys.shape[2], device=q.device)
         query = at[-q.shape[2] :, None]
         visible = at <= query if self.layout.causal else (at >= 0).expand(len(query), -1)
@@ -357,19 +354,43 @@ class PagedCache(LayerCache):
             visible = visible & (chunk == chunk[-q.shape[2] :, None])
         elif self.window:
             visible = visible & (at > query - self.window)
-        if changes is None:
-            return fused(q, keys, values, visible, grouped=k.shape[1] < q.shape[1])
-        bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
-        bias = bias.masked_fill_(~visible, torch.finfo(q.dtype).min / 2)
-        return flash_attention(q, keys, values, Mask(bias, False, changes=changes))
+        return self._seen(q, keys, values, visible, changes)
+
+    def _own(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of several new tokens to each other."""
+        causal = self.layout.causal
+        if self.layout.fused:
+            return fused(q, k, v, causal=causal, grouped=k.shape[1] < q.shape[1])
+        length = q.shape[2]
+        seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if causal else None
+        return self._seen(q, k, v, seen, None)
+
+    def _seen(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, changes: ScoreChanges | None) -> Tensor:
+        """Attention of ``q`` [B, H, S, D] to those of ``k`` and ``v`` [B, G, L, D] that are ``visible`` ([S, L] or
+        [B, 1, 1, L] bool; None: all)."""
+        if changes is None and self.layout.fused:
+            return fused(q, k, v, visible, grouped=k.shape[1] < q.shape[1])
+        bias = None
+        if visible is not None:
+            bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+            bias = bias.masked_fill_(~visible, torch.finfo(q.dtype).min / 2)
+        function = flash_attention if self.layout.fused else naive_attention
+        return function(q, k, v, Mask(bias, False, changes=changes))
+
+    def _padded(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+        """Padded encoders: every row of a sequence attends to its real tokens, using a mask; shapes as in
+        ``attend``."""
+        batch = real.shape[0]
+        q, k, v = (t[0].unflatten(1, (batch, -1)).transpose(0, 1) for t in (q, k, v))  # [B, H, L, D]
+        out = self._seen(q, k, v, real[:, None, None], None)
+        return out.transpose(0, 1).flatten(1, 2)[None]
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
-    """Padded encoders: every row of a sequence attends to its real tokens, using a mask; shapes as in ``attend``."""
-    batch = real.shape[0]
-    q, k, v = (t[0].unflatten(1, (batch, -1)).transpose(0, 1) for t in (q, k, v))  # [B, H, L, D]
-    out = fused(q, k, v, real[:, None, None], grouped=k.shape[1] < q.shape[1])
-    return out.transpose(0, 1).flatten(1, 2)[None]
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Keys and values of several parts of a sequence, [1, G, L, D] each."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:

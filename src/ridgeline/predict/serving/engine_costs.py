@@ -96,7 +96,8 @@ class EngineCosts:
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
     flash: bool = True
-    """Whether attention is one fused kernel by default; if not, every query head reads its own keys and values."""
+    """Whether attention is one fused kernel whatever the plan says; if not, it is where the plan has flash_attention,
+    and elsewhere a product, a softmax and a product."""
     last_apart: bool = False
     """Whether the last token of a prompt is left to the decode step behind it, which gives the first output token."""
     gap_s: float = 0.0
@@ -148,10 +149,10 @@ class EngineCosts:
 PLANNED = "plan"
 """Used when no engine is named: the schedule follows from the plan."""
 BARE: dict[str, Any] = {
-    "continuous": False, "chunked": False, "reserves": True, "padded": True, "shares": False,
+    "continuous": False, "chunked": False, "reserves": True, "padded": True, "shares": False, "flash": False,
     "logit_reads": Scheduling.logit_reads,
 }  # fmt: skip
-"""Scheduling of an engine that only uses the plan's techniques."""
+"""An engine that only uses the plan's techniques."""
 
 ENGINES: dict[str, EngineCosts] = {
     e.name: e
@@ -269,8 +270,9 @@ ENGINES["tgi-1"] = replace(
 ENGINES["hf"] = replace(
     ENGINES["vllm-2023"], name="hf", title="Hugging Face generate, eager: padded batches that run until all end",
     budget_of_context=False, fused=False, dispatch_s=12e-6, iteration_s=1e-3, sequence_s=0.0, request_s=0.0,
-    continuous=False, padded=True, reserves=True, mixes=True, spill_tokens=0, batch_of_user=True,
-    source="assumptions: a launch out of Python for every operator", fitted_on=(),
+    continuous=False, padded=True, reserves=True, mixes=True, flash=False, spill_tokens=0, batch_of_user=True,
+    source="assumptions: a launch out of Python for every operator; flash: `attn_implementation` is the user's",
+    fitted_on=(),
 )  # fmt: skip
 ENGINES[OWN] = replace(ENGINES[OWN], **BARE)
 ENGINES[PLANNED] = replace(

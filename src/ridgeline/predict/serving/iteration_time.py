@@ -215,7 +215,8 @@ class Iterations:
         self.most_captured: float = CAPTURED_SEQUENCES
         """Decoding sequences of a captured iteration of our engine."""
         if engine.name == OWN:
-            if captures(e.model) and all(t.captured for t in techniques):
+            fused = any("fused_attention" in t.parts for t in techniques)
+            if fused and captures(e.model) and all(t.captured for t in techniques):
                 self.most_captured = min(CAPTURED_SEQUENCES, _most_at_once(parts_of(e, techniques, cluster, engine)))
             else:
                 self.most_captured = 0
@@ -314,7 +315,8 @@ class Iterations:
             a += max(0.0, self.dispatch_s - a - b * n * (low + high) / 2)
         if s.model is not None:
             alone = {"model": s.model, "plan": Plan(), "parallel": {}}
-            small = Iterations(self.e.model_copy(update=alone), [], self.cluster, self.engine, self.contexts)
+            same = [t for t in self.parts.techniques if t.card.in_engines]
+            small = Iterations(self.e.model_copy(update=alone), same, self.cluster, self.engine, self.contexts)
             levels = [(s.branches, s.branches)] * (s.tokens - 1)
             # A head first reads what was kept of the last draft, with the model's hidden states.
             first = (math.ceil(s.expected_tokens), 1) if s.head else (1, 1)

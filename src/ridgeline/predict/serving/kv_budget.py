@@ -59,7 +59,8 @@ def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) 
     device = surface.cluster.device
     s = engine.scheduling(techniques_of(e.plan))
     weights = _weights(surface, s)
-    work = workspace(surface.graph(min(largest, engine.max_num_batched_tokens), 1, 1))
+    tokens = min(largest, engine.max_num_batched_tokens)
+    work = workspace(surface.graph(tokens, 1, 1)) + _scores(surface, tokens, s.limits.padded)
     pool = GRAPH_POOL if engine.graphs else 0.0
     usable = device.memory_bytes * engine.memory_share - device.reserved_bytes
     left = usable - weights - work - pool
@@ -82,7 +83,8 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     where the weights leave no room for it."""
     e, device = surface.e, surface.cluster.device
     weights = _weights(surface, s)
-    work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
+    tokens = s.limits.max_num_batched_tokens
+    work = workspace(surface.graph(tokens, 1, 1)) + _scores(surface, tokens, together=False)
     m = remaining_model(e)
     heads = max(1.0, m.cached_heads / e.parallel.get("tp", 1))
     stages = s.stages or even(m.num_layers, e.parallel.get("pp", 1))
@@ -104,6 +106,16 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
 def _weights(surface: Iterations, s: Scheduling) -> float:
     """Bytes of the weights on a device, of what drafts too."""
     return surface.graph(1, 1, 1).resident_bytes + s.beside_parameters * DTYPE_BYTES[surface.e.dtype]
+
+
+def _scores(surface: Iterations, tokens: int, together: bool) -> float:
+    """Bytes of the score matrices of the longest prompt in an iteration of ``tokens`` tokens, or of all its prompts
+    ``together``; 0 where attention is fused."""
+    if not any(o.name == "attention.scores" for b in surface.graph(1, 1, 1).blocks for o in b.forward):
+        return 0.0
+    longest = surface.contexts[1]
+    g = surface.graph(max(1, tokens // longest) if together else 1, min(tokens, longest), longest)
+    return max(b.workspace for b in g.blocks if not b.is_head)
 
 
 def workspace(g: Graph) -> float:

@@ -138,8 +138,9 @@ def surface_of(e: Experiment, techniques: list[Technique], arrivals: Sequence[Ar
     engine = find_engine(w.engine, cluster.device, e.world // e.data_parallel)
     if engine.name == OWN:
         weights = rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, techniques).resident_bytes
-        other = OTHER_PARTS & {part for t in techniques for part in t.parts}
-        device = _in_own_engine(cluster.device, weights, not other and not refusal(e.model))
+        parts = {part for t in techniques for part in t.parts}
+        one_kernel = "fused_attention" in parts and not OTHER_PARTS & parts and not refusal(e.model)
+        device = _in_own_engine(cluster.device, weights, one_kernel)
         cluster = cluster.model_copy(update={"device": device})
     contexts = min(r.prompt for r in arrivals), max(r.prompt + r.output for r in arrivals)
     return Iterations(e, techniques, cluster, engine, contexts)
@@ -164,7 +165,8 @@ def done_anyway(e: Experiment, techniques: Sequence[Technique]) -> list[str]:
 
 def _given(engine: EngineCosts, techniques: Sequence[Technique]) -> list[str]:
     usual = [t for t in techniques if "serve" in t.card.default_in]
-    return [t.card.name for t in usual if engine.scheduling([t]) == engine.scheduling([])]
+    return [t.card.name for t in usual
+            if (engine.flash if t.card.in_engines else engine.scheduling([t]) == engine.scheduling([]))]  # fmt: skip
 
 
 def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterator[str]:
@@ -172,13 +174,13 @@ def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterat
     usual = [t for t in techniques if "serve" in t.card.default_in]
     if given := _given(engine, techniques):
         yield f"{engine.name} does this whatever the plan says: {', '.join(given)}"
-    added = [t.card.name for t in usual if t.card.name not in given]
+    added = [t.card.name for t in usual if t.card.name not in given and not t.card.in_engines]
     if added and engine.name not in (OWN, PLANNED):
         yield (f"{engine.name} schedules requests in another way by default; it is predicted as the plan says, with"
                f" {', '.join(added)}")  # fmt: skip
     missing = sorted({*default_plan("serve")} - {t.card.name for t in usual})
     if engine.name == PLANNED and missing:
-        yield (f"no engine is named, so requests are scheduled as the plan says, without {', '.join(missing)}: name an"
+        yield (f"no engine is named, so requests are served as the plan says, without {', '.join(missing)}: name an"
                " engine, or add them")  # fmt: skip
     if engine.name == OWN and not usual:
         yield f"without {', '.join(missing)}, which `ridgeline serve` has by default: add them to predict that"

@@ -36,7 +36,7 @@ class FlashAttention(Technique):
         lossless=True,
         validated=frozenset({"pretrain", "finetune", "generate", "serve"}),
         claim="-35 % forward and -25 % backward attention time (measured in arXiv:2311.03687)",
-        unpredicted={"serve": "engines attend in one kernel whatever the plan says"},
+        default_in=frozenset({"serve"}),
         changes=frozenset({"fused_attention"}),
         in_engines=True,
         encoder_decoders=True,

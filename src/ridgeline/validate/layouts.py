@@ -1,0 +1,137 @@
+"""How a training run divides its model and batch: what a row states of it, and what it leaves open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import product
+from typing import NamedTuple
+
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.model import ModelSpec
+from ridgeline.validate.csv_table import BadCell, CsvRow
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+WHOLE = ("full", "1", "true", "yes", "block", "uniform", "all")
+"""What columns call the recomputation of whole layers."""
+_NOT, _PARTLY = ("none", "no", "false", "0", "off"), ("sel", "op", "attn")
+"""And none of it, and (how names begin) that of a part of their operators."""
+_SIMPLER = 0.95
+"""A run with less model parallelism is taken for one that is faster by less than this."""
+
+
+class Layout(NamedTuple):
+    """The layout of a run. ``cp`` is 1 unless stated, degrees and stages of ZeRO whose column is missing are those of
+    plain data parallelism; any other part may be open."""
+
+    tp: int
+    pp: int
+    cp: int
+    zero_stage: int
+    micro_batch: int
+    interleave: int
+    recompute: str
+
+    @property
+    def model_ranks(self) -> int:
+        """Number of devices that share one sequence."""
+        return self.tp * self.pp * self.cp
+
+    def is_within(self, other: Layout) -> bool:
+        """Whether it takes no more memory than ``other``: the same division without interleaving, smaller
+        micro-batches, as much recomputation."""
+        same = self[:4] == other[:4] and self.interleave == 1
+        return same and self.micro_batch <= other.micro_batch and self.recompute in ("full", other.recompute)
+
+
+class Judged(NamedTuple):
+    """A layout with what was predicted of it."""
+
+    layout: Layout
+    fits: bool
+    merit: float
+    """Tokens/s, or where it does not fit, minus the peak of memory."""
+
+
+def layouts(row: CsvRow, spec: ModelSpec, cluster: Cluster, usual_stage: int) -> list[Layout]:
+    """The layouts that the row allows; ``usual_stage``: ZeRO's in its software. Raises :class:`BadCell` for degrees
+    that are no whole numbers, and for a recomputation of another name."""
+    recompute = _recomputation(row)
+    open_stage = "zero_stage" in row.cells and not row.has("zero_stage")
+    stages = [0, 1, 3] if open_stage else [min(3, row.count("zero_stage", usual_stage, least=0))]
+    found: list[tuple[int, int, int, int, int, int, str]] = []
+    for tp, pp, cp in _degrees(row, spec, cluster):
+        ranks = cluster.size // (tp * pp * cp) or 1
+        each = max(1, row.count("global_batch", ranks) // ranks)
+        micro = [row.count("micro_batch")] if row.has("micro_batch") else [n for n in _MICRO_BATCHES if each % n == 0]
+        chunks = [n for n in range(1, spec.num_layers // pp + 1) if spec.num_layers % (pp * n) == 0]
+        interleave = sorted({1, *chunks[-1:]}) if pp > 1 else [1]
+        found += product(
+            [tp], [pp], [cp],
+            stages if ranks > 1 or len(stages) == 1 else [0],
+            micro,
+            [row.count("interleave")] if row.has("interleave") else interleave,
+            recompute,
+        )  # fmt: skip
+    row.assumed.pop("global_batch", None)
+    return [Layout(*parts) for parts in found]
+
+
+def _recomputation(row: CsvRow) -> list[str]:
+    stated = row.cells.get("recompute", "").strip().lower()
+    named = row.has("recompute") or stated == "none"
+    if named and stated not in WHOLE + _NOT and not stated.startswith(_PARTLY):
+        raise BadCell(f"column 'recompute': {stated!r} is neither full nor selective nor none")
+    return [stated] if named else ["none", "full"]
+
+
+def _degrees(row: CsvRow, spec: ModelSpec, cluster: Cluster) -> list[tuple[int, int, int]]:
+    """Degrees (tp, pp, cp): where they are open, tensor parallelism within a node and stages of equal size, with as
+    many replicas as the row's ``dp`` states."""
+    cp = row.count("cp", 1)
+    tensor = _degree(row, "tp", math.gcd(spec.num_heads, cluster.devices_per_node))
+    stages = _degree(row, "pp", math.gcd(spec.num_layers, cluster.size))
+    if len(tensor) == len(stages) == 1:
+        return [(tensor[0], stages[0], cp)]
+    pairs = [(tp, pp, cp) for tp in tensor for pp in stages if cluster.size % (tp * pp * cp) == 0]
+    replicas = row.count("dp") if row.has("dp") else 0
+    known = [(tp, pp, cp) for tp, pp, cp in pairs if tp * pp * cp * replicas == cluster.size]
+    return known or pairs or [(tensor[0], stages[0], cp)]
+
+
+def _degree(row: CsvRow, column: str, size: int) -> list[int]:
+    """The degree that is stated, or where the cell is empty the powers of two that divide ``size``."""
+    if column in row.cells and not row.has(column):
+        return [1 << i for i in range(size.bit_length()) if size % (1 << i) == 0]
+    return [row.count(column, 1)]
+
+
+def smallest_first(allowed: Iterable[Layout]) -> list[Layout]:
+    """The layouts in an order in which those that are :meth:`Layout.is_within` others come before them."""
+    return sorted(allowed, key=lambda a: (a[:4], a.interleave, a.micro_batch, a.recompute != "full"))
+
+
+def best(judged: Iterable[Judged], usual_stage: int) -> Layout:
+    """The layout that a user would take: the fastest that fits; of nearly equal ones that with the least model
+    parallelism, then that with the software's usual stage of ZeRO."""
+    groups: dict[tuple[int, int], Judged] = {}
+    for j in judged:
+        key = (j.layout.model_ranks, abs(j.layout.zero_stage - usual_stage))
+        if key not in groups or (j.fits, j.merit) > (groups[key].fits, groups[key].merit):
+            groups[key] = j
+    fastest = max(groups.values(), key=lambda j: (j.fits, j.merit))
+    if not fastest.fits:
+        return fastest.layout
+    near = [key for key, j in groups.items() if j.fits and j.merit >= _SIMPLER * fastest.merit]
+    return groups[min(near)].layout
+
+
+def say(row: CsvRow, chosen: Layout, allowed: list[Layout]) -> str:
+    """Note in the row what was taken for its empty cells; in words, the parts that had more than one choice."""
+    open_ = [name for i, name in enumerate(Layout._fields) if len({layout[i] for layout in allowed}) > 1]
+    if chosen.pp == 1 and "interleave" in open_:
+        open_.remove("interleave")
+    for name in ("tp", "pp", "zero_stage", *open_):
+        if name in row.cells and not row.has(name):
+            row.assumed[name] = str(getattr(chosen, name))
+    return "not stated: " + ", ".join(f"{name}={getattr(chosen, name)}" for name in open_) if open_ else ""

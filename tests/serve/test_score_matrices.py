@@ -1,0 +1,77 @@
+"""A plan without flash_attention: the same tokens by a product, a softmax and a product, and no fused kernel."""
+
+import pytest
+import torch
+from tests.serve.test_engine import SERVED
+from tests.serving import ask, engine, greedy, model, run
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ridgeline.serve.request import EngineRequest
+from ridgeline.spec.model import ModelSpec
+
+PROMPTS = {f"r{i}": [(7 * i + 3 * j * j) % 300 for j in range(3 + 9 * i)] for i in range(5)}
+PLANS = [("-padding_free",), ("-chunked_prefill", "-paged_kv"), ("-continuous_batching",), ("speculative",),
+         ("paged_kv:block_size=4",), ("length_aware_memory",)]  # fmt: skip
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def served(made, *plan, requests=None):
+    """Tokens of the prompts without flash_attention, checked to have score matrices and no fused kernel."""
+    eng = engine(made, "-flash_attention", *plan, max_num_batched_tokens=16)
+    with Operators() as seen:
+        got, events = run(eng, *(requests or [ask(k, p) for k, p in PROMPTS.items()]))
+    assert not any(e.error for e in events)
+    assert {"softmax", "_softmax"} & seen.names
+    assert not {name for name in seen.names if "scaled_dot_product" in name}
+    assert eng.runner.layout.kernel is None
+    return got, events
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_family_chooses_the_same_tokens(name):
+    made = model(**ModelSpec.from_config({**SERVED[name], "vocab_size": 300}, name=name).model_dump())
+    truth = {(k, 0): greedy(made, p, 8) for k, p in PROMPTS.items()}
+    assert served(made)[0] == truth
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_schedule_chooses_the_same_tokens(plan):
+    made = model()
+    truth = {(k, 0): greedy(made, p, 8) for k, p in PROMPTS.items()}
+    assert served(made, *plan)[0] == truth
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_quantized_caches_hold_the_same_codes(kind):
+    made, plan = model(), f"kv_quant:dtype={kind}"
+    truth, _ = run(engine(made, plan, max_num_batched_tokens=16), *[ask(k, p) for k, p in PROMPTS.items()])
+    assert served(made, plan)[0] == truth
+
+
+@pytest.mark.parametrize("plan", [(), ("-padding_free",)])
+def test_encoders_embed_the_same(plan):
+    made = model("bert-tiny")
+    requests = [EngineRequest(k, p[:16], embed=True) for k, p in PROMPTS.items()]
+    _, events = served(made, *plan, requests=requests)
+    for e in events:
+        with torch.inference_mode():
+            alone = made(torch.tensor([PROMPTS[e.request][:16]]), return_hidden=True)[0].mean(0)
+        torch.testing.assert_close(torch.tensor(e.embedding).to(alone), alone, rtol=1e-6, atol=1e-7)
+
+
+def test_the_default_plan_has_no_score_matrices():
+    with Operators() as seen:
+        run(engine(model()), *[ask(k, p) for k, p in PROMPTS.items()])
+    assert not {"softmax", "_softmax"} & seen.names
+    assert any("scaled_dot_product" in name for name in seen.names)

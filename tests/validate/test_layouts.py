@@ -1,0 +1,117 @@
+"""Parts of a training run's layout that a row leaves open: the best that fits, as a user would take it, and said."""
+
+import pytest
+from tests.validate.test_training import row
+
+from ridgeline.catalog import device
+from ridgeline.predict import predict
+from ridgeline.validate import training_rows as training
+from ridgeline.validate.csv_table import BadCell
+from ridgeline.validate.layouts import Judged, Layout, best, layouts, smallest_first
+
+SMALL = {"n_devices": 8, "global_batch": 128, "micro_batch": 4, "dp": "", "flash": 1}
+LARGE = {"layers": 80, "hidden": 10240, "heads": 80, "kv_heads": 80, "ffn": 40960, "n_devices": 64, "micro_batch": 1,
+         "global_batch": 64, "flash": 1, "sequence_parallel": 1, "dp": ""}  # fmt: skip
+"""100 billion parameters."""
+
+
+def chosen(**changes):
+    r = row(**changes)
+    e, said = training.settled(r)
+    return e, said, r.assumed
+
+
+def test_a_small_model_is_not_divided():
+    e, said, assumed = chosen(**SMALL, tp="", pp="?")
+    assert e.parallel.get("tp", 1) == e.parallel.get("pp", 1) == 1
+    assert said.startswith("not stated: tp=1, pp=1")
+    assert (assumed["tp"], assumed["pp"]) == ("1", "1")
+
+
+def test_a_large_model_is_divided_until_it_fits():
+    """By tensor parallelism within a node alone if that is enough, and by stages, too."""
+    undivided = {**LARGE, "tp": 1, "pp": 1}
+    assert predict(training.experiment(row(**undivided))).status != "ok"
+    for open_ in ({"tp": "", "pp": 8}, {"tp": 8, "pp": ""}, {"tp": "", "pp": ""}):
+        e, said, assumed = chosen(**{**LARGE, **open_})
+        assert predict(e).status == "ok"
+        assert e.parallel["tp"] <= e.cluster.devices_per_node
+        for name, value in open_.items():
+            assert (f"{name}={e.parallel.get(name, 1)}" in said) == (value == "")
+        assert (assumed.get("tp") is None) == (open_["tp"] != "")
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_replicas_that_are_stated_leave_one_degree(degree):
+    e, said, assumed = chosen(**{**SMALL, "tp": "", "dp": 8 // degree})
+    assert e.parallel.get("tp", 1) == degree
+    assert assumed["tp"] == str(degree)
+    assert said == ""
+
+
+def test_replicas_that_agree_with_nothing_are_left_aside():
+    assert chosen(**{**SMALL, "tp": "", "dp": 3})[0].parallel.get("tp", 1) == 1
+
+
+def test_open_stages_of_zero_are_those_of_the_software_where_it_fits():
+    small, _, said = chosen(**SMALL, zero_stage="")
+    assert not small.plan.has("zero")
+    assert said["zero_stage"] == "0"
+    sharded, words, said = chosen(**{**LARGE, "zero_stage": "?", "recompute": "full"})
+    assert sharded.plan.option("zero", "stage") == int(said["zero_stage"]) > 0
+    assert f"zero_stage={said['zero_stage']}" in words
+    native, _, said = chosen(**SMALL, zero_stage="", source="torchtitan")
+    assert native.plan.option("zero", "stage") == int(said["zero_stage"]) == 3
+
+
+def test_columns_that_are_missing_are_techniques_that_were_not_used():
+    r = row(**SMALL)
+    for name in ("tp", "pp", "zero_stage"):
+        del r.cells[name]
+    e, said = training.settled(r)
+    assert e.parallel == {}
+    assert said == ""
+    assert not {"tp", "pp", "zero_stage"} & r.assumed.keys()
+
+
+def test_a_model_that_fits_in_no_way_is_taken_where_it_is_smallest():
+    e, said, _ = chosen(**{**LARGE, "n_devices": 2, "global_batch": 2, "nodes_of": 2, "device": "v100-16g-sxm",
+                           "tp": "", "recompute": ""})  # fmt: skip
+    assert predict(e).status != "ok"
+    assert "recompute=full" in said
+    with pytest.raises(BadCell, match="not a possible run"):
+        training.settled(row(**{**LARGE, "tp": "", "pp": 7}))
+
+
+def test_less_model_parallelism_wins_near_ties():
+    def judged(tp, stage, merit, fits=True):
+        return Judged(Layout(tp, 1, 1, stage, 1, 1, "none"), fits, merit)
+
+    assert best([judged(1, 0, 97), judged(2, 0, 100)], 0).tp == 1
+    assert best([judged(1, 0, 90), judged(2, 0, 100)], 0).tp == 2
+    assert best([judged(1, 1, 100), judged(1, 0, 98)], 0).zero_stage == 0
+    assert best([judged(1, 3, 98), judged(1, 0, 100)], 3).zero_stage == 3
+    assert best([judged(1, 0, -5, False), judged(2, 0, 1)], 0).tp == 2
+    assert best([judged(1, 0, -5, False), judged(2, 0, -4, False)], 0).tp == 2
+
+
+def test_layouts_that_are_left_out_take_more_memory_than_one_that_does_not_fit():
+    r = row(**{**LARGE, "tp": "", "micro_batch": "", "recompute": "", "pp": 4, "interleave": ""})
+    e = training.experiment(row(**{**LARGE, "tp": 8, "pp": 4}))
+    allowed = smallest_first(layouts(r, e.model, e.cluster, 0))
+    assert len(allowed) > 20
+    peaks = {}
+    for a in allowed:
+        try:
+            found = training.experiment(
+                row(**{**LARGE, "tp": a.tp, "pp": 4, "micro_batch": a.micro_batch, "recompute": a.recompute,
+                       "interleave": a.interleave}))  # fmt: skip
+        except BadCell:
+            continue
+        peaks[a] = predict(found).peak_bytes
+    order = list(peaks)
+    within = [(a, b) for i, a in enumerate(order) for b in order[i:] if a.is_within(b)]
+    assert len(within) > 2 * len(order)
+    assert all(peaks[a] <= peaks[b] * (1 + 1e-9) for a, b in within)
+    assert not any(b.is_within(a) for i, a in enumerate(order) for b in order[i + 1 :])
+    assert min(peaks.values()) < device("a100-80g-sxm").memory_bytes < max(peaks.values())
