@@ -115,8 +115,8 @@ def test_our_own_products_with_codes_of_many_rows_expand_the_weight(plan, bits, 
 def test_steps_with_experts_in_codes_are_captured_where_they_are_one_product(plan, most):
     """Of up to ``most`` rows for each expert (``tests/gpu/test_traced.py``); of more, the host waits for their numbers,
     and launches operators."""
-    own, plain = (surface(model="mixtral-8x7b", on="h200", plan=["padding_free", *p], engine="ridgeline")
-                  for p in (plan, []))  # fmt: skip
+    usual = ["padding_free", "flash_attention"]
+    own, plain = (surface(model="mixtral-8x7b", on="h200", plan=[*usual, *p], engine="ridgeline") for p in (plan, []))
     assert own.engine.graphs == (most > 0)
     assert own.captured == [t for t in plain.captured if t <= 4 * most]
     assert plain.captured[-1] > 512
@@ -130,11 +130,11 @@ def test_experts_in_32_bits_are_computed_one_after_the_other(dtype, on, captures
     """As ``tests/nn/test_grouped_codes.py`` has it of the engine; and PyTorch's grouped product needs Ampere, codes do
     not."""
     work = {"kind": "serve", "engine": "ridgeline", "dtype": dtype}
-    e = experiments.make("mixtral-8x7b", on, work, ["padding_free", *plan])
+    e = experiments.make("mixtral-8x7b", on, work, ["padding_free", "flash_attention", *plan])
     s = Iterations(e, check(e), rank_cluster(e), find_engine("ridgeline", e.cluster.device), (512, 4096))
     assert bool(s.captured) == s.engine.graphs == (captures or (dtype == "fp16" and bool(plan)))
     assert surface(model="mixtral-8x7b", on="h200", plan=plan).engine.graphs
-    dense = surface(plan=["mxfp4:layers=all"], engine="ridgeline")
+    dense = surface(plan=["mxfp4:layers=all", "flash_attention"], engine="ridgeline")
     assert dense.engine.graphs
 
 

@@ -9,10 +9,13 @@ from ridgeline.graph import Op
 from ridgeline.graph.graph import changed
 from ridgeline.predict import predict, without_effect
 from ridgeline.predict.operators.kernel import op_time
-from ridgeline.predict.serving.engine_costs import find_engine
+from ridgeline.predict.serving.arrivals import requests
+from ridgeline.predict.serving.engine_costs import ENGINES, PLANNED, find_engine
+from ridgeline.predict.serving.simulate import surface_of
 from ridgeline.spec.draft_head import CONFIG, FORMAT, head_spec
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.scheduling import Speculation
+from ridgeline.techniques.registry import resolve
 
 STEADY = {"kind": "serve", "engine": "vllm", "concurrency": 1, "requests": 4, "prompt_len": 512, "output_len": 129}
 
@@ -138,7 +141,7 @@ def test_adapters_take_memory_of_the_cache_and_time():
 def test_pads_cost_what_lengths_differ():
     def rate(plan, cv):
         fields = {"engine": "ridgeline", "concurrency": 16, "requests": 64, "length_cv": cv}
-        return metrics(["continuous_batching", *plan], **fields)[0]["tokens_per_s"]
+        return metrics(["flash_attention", "continuous_batching", *plan], **fields)[0]["tokens_per_s"]
 
     # Without it, too, a prompt that does not fit beside others with its padding goes in a step of its own.
     gains = [rate(["padding_free"], cv) / rate([], cv) for cv in (0.0, 0.4, 0.8)]
@@ -148,7 +151,8 @@ def test_pads_cost_what_lengths_differ():
 
 # ---- what a schedule's techniques do where no engine is named: the plan's is the schedule ----
 
-SCHEDULE = ["paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search"]
+SCHEDULE = ["paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search",
+            "flash_attention"]  # fmt: skip
 CROWD = {"engine": "", "concurrency": 64, "requests": 192, "output_len": 256, "length_cv": 0.7, "max_num_seqs": 32,
          "max_num_batched_tokens": 1024}  # fmt: skip
 
@@ -157,7 +161,7 @@ def without(*names):
     return [t for t in SCHEDULE if t not in names]
 
 
-@pytest.mark.parametrize("name", ["continuous_batching", "padding_free", "hierarchical_search"])
+@pytest.mark.parametrize("name", ["continuous_batching", "padding_free", "hierarchical_search", "flash_attention"])
 def test_each_raises_throughput_beside_the_others(name):
     full, less = (metrics(plan, "a800-80g", **CROWD)[0] for plan in (SCHEDULE, without(name)))
     assert full["tokens_per_s"] > less["tokens_per_s"]
@@ -260,4 +264,50 @@ def test_an_engine_without_one_kernel_for_attention_gains_by_it():
     bare, (fast, result) = metrics([], engine="llama.cpp")[0], metrics(["flash_attention"], engine="llama.cpp")
     assert fast["tpot_s"] < bare["tpot_s"]
     assert not [n for n in result.notes if "predicted as without" in n]
-    assert any("predicted as without flash_attention" in n for n in metrics(["flash_attention"])[1].notes)
+    assert not [n for n in result.notes if "whatever the plan says" in n]
+
+
+@pytest.mark.parametrize("engine", ["", "ridgeline", "hf"])
+@pytest.mark.parametrize("on", ["a800-80g", "rtx4090", "l40s", "b200"])
+def test_attention_in_one_kernel_shortens_long_prompts(engine, on):
+    """arXiv:2205.14135: without it a matrix of all pairs of tokens goes to memory and back, of each head."""
+    gains = []
+    for length in (128, 512, 2000):
+        plain, fused = (metrics(plan, on, engine=engine, prompt_len=length, output_len=9, concurrency=1)[0]["ttft_s"]
+                        for plan in ([], ["flash_attention"]))  # fmt: skip
+        gains.append(plain / fused)
+    assert gains[0] > 0.98, "the weights take most of the time of a short one"
+    assert gains[2] > 1.1
+    assert engine == "ridgeline" or gains[2] > gains[1]  # ours gains captured steps, too, which matter to short ones
+    plain, fused = (metrics(plan, on, engine=engine)[1] for plan in ([], ["flash_attention"]))
+    assert {r.kind for r in plain.breakdown} - {r.kind for r in fused.breakdown} >= {"softmax", "bmm"}
+
+
+def test_score_matrices_take_room_of_the_cache():
+    """Of the longest prompt: two matrices of 32 heads in 16 bits."""
+    long = {"prompt_len": 3900, "max_num_batched_tokens": 4096, "output_len": 65, "engine": ""}
+    plain, fused = (metrics(["continuous_batching", "padding_free", *plan], **long)[0]["kv_cache_tokens"]
+                    for plan in ([], ["flash_attention"]))  # fmt: skip
+    matrices = 2 * 32 * 3965**2 * 2
+    assert fused - plain == pytest.approx(matrices / (2 * 32 * 32 * 128 * 2), abs=1)
+
+
+def test_our_engine_captures_only_steps_of_one_kernel_for_attention():
+    def surfaces(plan):
+        e, techniques = resolve(experiments.make("llama2-7b", "h100-sxm", {**STEADY, "engine": "ridgeline"}, plan))
+        return surface_of(e, techniques, requests(e.workload))
+
+    plain, fused = surfaces(["padding_free"]), surfaces(["padding_free", "flash_attention"])
+    assert (plain.engine.graphs, plain.captured) == (False, [])
+    assert fused.engine.graphs
+    assert fused.captured
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES.keys() - {"", PLANNED, "ridgeline", "hf", "llama.cpp"}))
+def test_engines_that_always_attend_in_one_kernel_say_so(engine):
+    fields = {**STEADY, "engine": engine}
+    if engine in ("mlc", "gpt-fast"):
+        fields["max_num_seqs"] = 1
+    bare, (named, result) = metrics([], **fields)[0], metrics(["flash_attention"], **fields)
+    assert named == bare
+    assert any("flash_attention" in note and "whatever the plan says" in note for note in result.notes)

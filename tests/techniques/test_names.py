@@ -31,6 +31,7 @@ ALLOWED = {
     "validate/hardware_claims.py": "published setups become plans, as in the catalog",
     "validate/finetuning_rows.py": "published rows become plans, as in the catalog",
     "validate/generation_rows.py": "published rows become plans, as in the catalog",
+    "validate/layouts.py": "published rows become plans, as in the catalog",
     "validate/memory_rows.py": "published rows become plans, as in the catalog",
     "validate/precisions.py": "published rows become plans, as in the catalog",
     "validate/serving_rows.py": "published rows become plans, as in the catalog",

@@ -8,7 +8,7 @@ from ridgeline import catalog
 from ridgeline.predict import predict
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
-from ridgeline.spec.plan import Plan
+from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import FineTune, Generate, Pretrain, Serve
 from ridgeline.techniques.matrix import TINY, pair_experiment
 from ridgeline.techniques.registry import normalize, registry
@@ -18,6 +18,8 @@ WIDE = TINY.changed(hidden_size=256, num_heads=4, head_dim=64, intermediate_size
 SERVE = Serve(rate=2000, requests=40, prompt_len=200, output_len=120, length_cv=0.7, max_num_seqs=16,
               max_model_len=1024, max_num_batched_tokens=600, kv_cache_bytes=600_000, engine="ridgeline")  # fmt: skip
 """Long and short prompts in a tight pool and a tight budget, so that every freedom of the scheduler counts."""
+FUSED = "flash_attention"
+"""Without it no step of ours is captured, whatever else the plan says."""
 CASES = [(name, task) for name, cls in registry().items() for task in sorted(cls.card.tasks - {"compress"})]
 
 
@@ -26,8 +28,10 @@ def examples(name, task):
     small = pair_experiment(name)
     if task == "serve":
         small = small.model_copy(update={"workload": SERVE, "model": small.model.changed(max_positions=1024)})
+        more = () if name == FUSED else (Call(name=FUSED),)
         needed = {c.name for c in small.plan.calls if task in registry()[c.name].card.tasks}
-        small = small.model_copy(update={"plan": Plan(calls=tuple(c for c in small.plan.calls if c.name in needed))})
+        calls = (*(c for c in small.plan.calls if c.name in needed), *more)
+        small = small.model_copy(update={"plan": Plan(calls=calls)})
     elif task == "generate":
         small = small.model_copy(
             update={
