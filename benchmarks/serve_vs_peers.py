@@ -317,7 +317,7 @@ def pages(checkpoint: Path, rounds: int) -> dict[str, Any]:
     ]
     ends = {r.id: t.sampling.max_tokens for r, t in zip(requests, trace(64, vocab, 512, seed=4), strict=True)}
     result: dict[str, Any] = {}
-    for name, plan in (("pages", DEFAULT_PLAN), ("reserved", DEFAULT_PLAN[1:])):
+    for name, plan in (("pages", DEFAULT_PLAN), ("reserved", [n for n in DEFAULT_PLAN if n != "paged_kv"])):
         engine = load_engine(checkpoint, plan, dtype="fp32", max_model_len=512, kv_cache_bytes=24 << 20)
         for r in requests:
             engine.add(r)

@@ -316,11 +316,14 @@ def test_stored_layers_are_one_product(biased, units, monkeypatch):
         whole = parts[0].joined(parts)
         got = whole(x)
         assert got.shape == (5, 80)
-        torch.testing.assert_close(got, alone, rtol=1e-5, atol=0)
-        torch.testing.assert_close(whole(x[:2]), got[:2], rtol=1e-5, atol=0)  # without the row of 1e4
+        few = whole(x[:2])  # without the row of 1e4
     w = torch.cat([p.codes.view(codec.E4M3).double() * p.inverse.double() for p in parts])
     bias = torch.cat([p.bias for p in parts]).double() if biased else 0.0
     exact = x.double() @ w.T + bias
+    sums = x.double().abs() @ w.abs().T + abs(bias)
+    order = 2 * 41 * 2.0**-24 * sums  # two orders of a sum in fp32, which other numbers of rows and columns may have
+    assert ((got.double() - alone).abs() <= order).all()
+    assert ((few.double() - got[:2]).abs() <= order[:2]).all()
     rounded = 0.0
     if units:  # 2^-4 of a number, of subnormals half of 2^-9, where a row's largest is between 224 and 448
         peaks = x.abs().amax(1, True).double()

@@ -58,6 +58,13 @@ def test_rows_of_one_device(tmp_path):
     assert "'n': 'eight' is not a number" in skipped[0].reason
     with pytest.raises(UserError, match=r"no row of device 'l4'.*a100-80g-sxm, h100-sxm"):
         samples([file], "l4")
+    file.write_text("\n".join([HEADER, *lines(), "h100-sxm,bf16,8,8"]))
+    with pytest.raises(UserError, match=r"no row of device 'l4'.*they hold"):
+        samples([file], "l4")
+    assert [s.line for s in samples([file], "h100-sxm")[1]] == [50]
+    file.write_text("\n".join([HEADER, "h100-sxm,bf16,8,8"]))
+    with pytest.raises(UserError, match=r"can be read: line 2: gemm\.csv"):
+        samples([file], "l4")
 
 
 def test_calibrate_keeps_a_profile_that_predictions_then_use(run, tmp_path):

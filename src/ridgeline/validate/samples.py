@@ -32,6 +32,7 @@ def samples(paths: list[Path], device: str) -> tuple[list[TimedSample], list[Ski
     files = [f for p in paths for f in (sorted(p.glob("*.csv")) if p.is_dir() else [p])]
     found: list[TimedSample] = []
     skipped: list[Skip] = []
+    malformed: list[Skip] = []
     others: set[str] = set()
     for file in files:
         table = read_table(file)
@@ -44,8 +45,9 @@ def samples(paths: list[Path], device: str) -> tuple[list[TimedSample], list[Ski
                 )
             continue
         _take(table, OPERATORS[schema], device, found, skipped, others)
-    if not found and skipped:
-        first = skipped[0]
+        malformed += [Skip(s.line, f"{table.path.name}: {s.reason}") for s in table.skipped]
+    if not found and (skipped or (malformed and not others)):
+        first = (skipped or malformed)[0]
         raise UserError(
             f"no row of device {device!r} in {', '.join(map(str, paths))} can be read: "
             f"line {first.line}: {first.reason}",
@@ -56,7 +58,7 @@ def samples(paths: list[Path], device: str) -> tuple[list[TimedSample], list[Ski
         raise UserError(
             f"no row of device {device!r} in {', '.join(map(str, paths))}{held}", "name a device that they hold"
         )
-    return found, skipped
+    return found, [*skipped, *malformed]
 
 
 def _take(
@@ -72,7 +74,6 @@ def _take(
                 found.append(TimedSample(tuple(ops(row)), row.number("seconds", above=0)))
         except (BadCell, UserError) as e:
             skipped.append(Skip(row.line, f"{table.path.name}: {e}"))
-    skipped += table.skipped
 
 
 def as_samples(rows: Iterable[Mapping[str, object]]) -> list[TimedSample]:
