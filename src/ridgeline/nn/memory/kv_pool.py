@@ -78,6 +78,7 @@ class Piece:
     """Of one new token in a tree of drafts: the places of the newest tokens that it attends to, itself the last, behind
     all places before the first of them; empty: its places are in order."""
     _split: tuple[list[tuple[int, int]], Tensor | None] | None = field(default=None, init=False, repr=False)
+    _biases: dict[int, Tensor] | None = field(default=None, init=False, repr=False)
 
     def split(self, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None]:
         """Extents that are read in place, and the slots of the others, if several are short: one call for each would
@@ -90,6 +91,28 @@ class Piece:
                 slots = torch.cat([torch.arange(first, first + n, device=device) for first, n in short])
                 self._split = ([extent for extent in self.extents if extent[1] >= GATHERED], slots)
         return self._split
+
+    def bias(self, q: Tensor, total: int, window: int, causal: bool) -> Tensor:
+        """What its new tokens ``q`` [1, H, S, D] see of ``total`` keys, as a bias [S, total] on their scores. The same
+        in all layers of a ``window``."""
+        self._biases = self._biases or {}
+        if window not in self._biases:
+            at = torch.arange(total, device=q.device)
+            query = at[-q.shape[2] :, None]
+            visible = at <= query if causal else (at >= 0).expand(len(query), -1)
+            if window < 0:
+                chunk = (at + (self.length or total) - total) // -window
+                visible = visible & (chunk == chunk[-q.shape[2] :, None])
+            elif window:
+                visible = visible & (at > query - window)
+            self._biases[window] = as_bias(visible, q.dtype)
+        return self._biases[window]
+
+
+def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as numbers that are added to scores."""
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return bias.masked_fill_(~visible, torch.finfo(dtype).min / 2)
 
 
 @dataclass(slots=True)
@@ -346,34 +369,21 @@ class PagedCache(LayerCache):
         """A sliding window cuts through the chunk, scores are changed, or are a matrix: older tokens are gathered, and
         a mask applies the window and causality."""
         keys, values = _joined([*(self._read(extent, q.dtype) for extent in piece.extents), (k, v)])
-        at = torch.arange(keys.shape[2], device=q.device)
-        query = at[-q.shape[2] :, None]
-        visible = at <= query if self.layout.causal else (at >= 0).expand(len(query), -1)
-        if self.window < 0:
-            chunk = (at + (piece.length or len(at)) - len(at)) // -self.window
-            visible = visible & (chunk == chunk[-q.shape[2] :, None])
-        elif self.window:
-            visible = visible & (at > query - self.window)
-        return self._seen(q, keys, values, visible, changes)
+        return self._seen(q, keys, values, piece.bias(q, keys.shape[2], self.window, self.layout.causal), changes)
 
     def _own(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of several new tokens to each other."""
         causal = self.layout.causal
         if self.layout.fused:
             return fused(q, k, v, causal=causal, grouped=k.shape[1] < q.shape[1])
-        length = q.shape[2]
-        seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if causal else None
-        return self._seen(q, k, v, seen, None)
+        at = torch.arange(q.shape[2], device=q.device)
+        return self._seen(q, k, v, as_bias(at <= at[:, None], q.dtype) if causal else None, None)
 
-    def _seen(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, changes: ScoreChanges | None) -> Tensor:
-        """Attention of ``q`` [B, H, S, D] to those of ``k`` and ``v`` [B, G, L, D] that are ``visible`` ([S, L] or
-        [B, 1, 1, L] bool; None: all)."""
+    def _seen(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, changes: ScoreChanges | None) -> Tensor:
+        """Attention of ``q`` [B, H, S, D] to ``k`` and ``v`` [B, G, L, D], of which ``bias`` ([S, L] or [B, 1, 1, L])
+        tells those that are seen."""
         if changes is None and self.layout.fused:
-            return fused(q, k, v, visible, grouped=k.shape[1] < q.shape[1])
-        bias = None
-        if visible is not None:
-            bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
-            bias = bias.masked_fill_(~visible, torch.finfo(q.dtype).min / 2)
+            return fused(q, k, v, bias, grouped=k.shape[1] < q.shape[1])
         function = flash_attention if self.layout.fused else naive_attention
         return function(q, k, v, Mask(bias, False, changes=changes))
 
@@ -382,7 +392,7 @@ class PagedCache(LayerCache):
         ``attend``."""
         batch = real.shape[0]
         q, k, v = (t[0].unflatten(1, (batch, -1)).transpose(0, 1) for t in (q, k, v))  # [B, H, L, D]
-        out = self._seen(q, k, v, real[:, None, None], None)
+        out = self._seen(q, k, v, as_bias(real[:, None, None], q.dtype), None)
         return out.transpose(0, 1).flatten(1, 2)[None]
 
 

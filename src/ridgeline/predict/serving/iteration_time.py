@@ -82,6 +82,8 @@ class Parts:
     def __init__(self, e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> None:
         self.e, self.cluster, self.engine = e, cluster, engine
         self.techniques = as_in_engines(techniques) if engine.flash else techniques
+        self.alone = engine.name == OWN and not any("fused_attention" in t.parts for t in techniques)
+        """Whether each sequence's attention is computed by itself, as our engine does score matrices."""
         self._graphs: dict[int, Graph] = {}
         self._attended: dict[tuple[int, int, int], float] = {}
         self.body = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=False))
@@ -90,8 +92,11 @@ class Parts:
         self.expanding = Interpolated(lambda t: self._expanding(self.graph(t, 1, 1)))
         self.beside = Interpolated(lambda t: weight_transfers(self.graph(t, 1, 1), cluster).beside)
         self.before = Interpolated(lambda t: weight_transfers(self.graph(t, 1, 1), cluster).before)
-        ops = [(len(b.forward), b.repeat) for b in self.graph(1, 1, 1).blocks]
-        self.dispatch_s = engine.dispatch_s * sum(n * r for n, r in ops)
+        blocks = self.graph(1, 1, 1).blocks
+        self.dispatch_s = engine.dispatch_s * sum(b.repeat * len(b.forward) for b in blocks)
+        scores = sum(b.repeat * sum(_attends(o) for o in b.forward) for b in blocks)
+        self.sequence_s = engine.dispatch_s * scores if self.alone else 0.0
+        """Host seconds to issue the operators of one more sequence's attention."""
 
     def graph(self, batch: int, q_len: int, kv_len: int) -> Graph:
         """The rewritten, fused graph of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens;
@@ -107,10 +112,11 @@ class Parts:
 
     def attention(self, batch: int, q_len: int, kv_len: int) -> float:
         """Attention seconds of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens."""
-        key = (batch, q_len, kv_len)
+        each, times = (1, batch) if self.alone else (batch, 1)
+        key = (each, q_len, kv_len)
         if key not in self._attended:
             self._attended[key] = self.total(self.graph(*key), attention=True)
-        return self._attended[key]
+        return times * self._attended[key]
 
     def seconds(self, op: Op) -> float:
         """GPU seconds of one operator or collective."""
@@ -138,7 +144,7 @@ class Parts:
         total = 0.0
         for b in g.blocks:
             if head is None or b.is_head == head:
-                chosen = [o for o in b.forward if (o.module == "attention" and o.kind in ATTENTION) == attention]
+                chosen = [o for o in b.forward if _attends(o) == attention]
                 seconds = sum(self.seconds(o) for o in chosen)
                 more = 0.0 if attention else len(chosen) * self.cluster.device.in_step(g.tokens)
                 total += b.repeat * max(seconds / 2, seconds + more)  # cache savings are limited
@@ -154,6 +160,10 @@ class Parts:
             b.repeat * self.seconds(o) * (1 / (experts if o.experts > 1 else dense) - 1)
             for b in g.blocks for o in b.forward if o.weight_dtype not in ("", o.dtype)
         )  # fmt: skip
+
+
+def _attends(op: Op) -> bool:
+    return op.module == "attention" and op.kind in ATTENTION
 
 
 _parts: list[tuple[Device, tuple[Hashable, ...], Parts]] = []
@@ -215,9 +225,9 @@ class Iterations:
         self.most_captured: float = CAPTURED_SEQUENCES
         """Decoding sequences of a captured iteration of our engine."""
         if engine.name == OWN:
-            fused = any("fused_attention" in t.parts for t in techniques)
-            if fused and captures(e.model) and all(t.captured for t in techniques):
-                self.most_captured = min(CAPTURED_SEQUENCES, _most_at_once(parts_of(e, techniques, cluster, engine)))
+            parts = parts_of(e, techniques, cluster, engine)
+            if not parts.alone and captures(e.model) and all(t.captured for t in techniques):
+                self.most_captured = min(CAPTURED_SEQUENCES, _most_at_once(parts))
             else:
                 self.most_captured = 0
             engine = replace(engine, graphs=engine.graphs and self.most_captured > 0)
@@ -348,7 +358,8 @@ class Iterations:
         hidden = e.schedule_s + e.sequence_s * n if e.overlap else 0.0
         eager = eager or not e.graphs or (e.name == OWN and n > self.most_captured)
         text = e.reply_s + e.token_s * n - self._waits(n, rows)
-        return max(hidden + (self.dispatch_s if eager else 0.0), self.parts.beside(rows), text)
+        issued = self.dispatch_s + (n - 1) * self.parts.sequence_s if eager else 0.0
+        return max(hidden + issued, self.parts.beside(rows), text)
 
     def _size(self, decoding: int, tokens: int, prompts: int) -> int:
         """Number of tokens to which an iteration is padded as it was captured; 0: it was not. ``decoding``: sequences
