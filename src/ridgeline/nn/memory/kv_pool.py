@@ -331,10 +331,18 @@ class PagedCache(LayerCache):
             parts.append((self.stores[0].read(slots, dtype), self.stores[1].read(slots, dtype)))
         return parts
 
+    def _before(
+        self, piece: Piece, dtype: torch.dtype, changes: ScoreChanges | None
+    ) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+        """The same in order, where that matters."""
+        if changes is None and not self._unseen(piece):
+            return self._past(piece, dtype)
+        return [self._read(extent, dtype) for extent in piece.extents]
+
     def _decode(self, q: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
         """One new token, [1, H, 1, D] → [1, H, D]: heads that share a key head are the queries of one head."""
         if changes is not None or self._unseen(piece) or not self.layout.fused:
-            keys, values = _joined([self._read(extent, q.dtype) for extent in piece.extents])
+            keys, values = _joined(self._before(piece, q.dtype, changes))
             cut = self._unseen(piece)
             return self._seen(q, keys[:, :, cut:], values[:, :, cut:], None, changes)[:, :, 0]
         heads, width = q.shape[1], q.shape[3]
@@ -368,7 +376,7 @@ class PagedCache(LayerCache):
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
         """A sliding window cuts through the chunk, scores are changed, or are a matrix: older tokens are gathered, and
         a mask applies the window and causality."""
-        keys, values = _joined([*(self._read(extent, q.dtype) for extent in piece.extents), (k, v)])
+        keys, values = _joined([*self._before(piece, q.dtype, changes), (k, v)])
         return self._seen(q, keys, values, piece.bias(q, keys.shape[2], self.window, self.layout.causal), changes)
 
     def _own(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
