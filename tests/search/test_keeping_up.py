@@ -82,3 +82,20 @@ def test_why_a_technique_is_out_is_no_factor_of_the_rank():
     assert not a.question.keeps_up(a.found.with_technique["pipeline"].metrics)
     why = next(w for w in why_not(a) if w.what.startswith("pipeline"))
     assert why.therefore == "its best plan does not keep up with the arrivals"
+
+
+def test_plans_that_keep_up_on_the_same_devices_cost_the_same_and_the_faster_is_first():
+    """When the last answer ends is chance; before, it decided between them."""
+    load = {"engine": "", "rate": 4.0, "prompt_len": 1024, "output_len": 256}
+    usual = ["tensor_parallel:degree=4", "continuous_batching", "padding_free"]
+    q, found = question("4xa100-80g-sxm", **load), []
+    for plan in (usual, [*usual, "flash_attention"]):
+        r = predict(experiments.make("llama2-13b", "4xa100-80g-sxm", {**LOAD, **load}, plan))
+        found.append({name: m.value for name, m in r.metrics.items()})
+    assert all(map(q.keeps_up, found))
+    assert len({q.rank(m) for m in found}) == 1
+    assert len({m["tokens_per_s"] for m in found}) == 2
+    assert found[1]["e2e_s"] < found[0]["e2e_s"]
+    only = frozenset({"tensor_parallel", "continuous_batching", "padding_free", "flash_attention"})
+    asked = Question(q.model, q.cluster, q.workload, "cost", only=only)
+    assert "flash_attention" in search(asked, workers=1).best[0].names

@@ -183,16 +183,19 @@ class Question:
         return Experiment.model_construct(model=self.model, cluster=cluster, workload=self.workload, plan=self.fixed)
 
     def rank(self, metrics: Mapping[str, float]) -> float:
-        """The goal as a number of which less is better. Engines that keep up with the arrivals have equal throughput:
-        the load's. Those that do not are cheap, as they never idle, and no answer to the question: they come behind."""
+        """The goal as a number of which less is better. Engines that keep up with the arrivals have equal throughput,
+        the load's, and by its price on as many devices equal cost: when the last answer ends is chance. Those that do
+        not are cheap, as they never idle, and no answer to the question: they come behind."""
         value = metrics[self.metric]
         w, served = self.workload, metrics.get("requests_per_s")
-        if self.metric == "tokens_per_s" and isinstance(w, Serve) and w.offered and served:
+        if isinstance(w, Serve) and w.offered and served and (self.metric == "tokens_per_s" or self.goal == "cost"):
             # Replicas take turns, and one of them is simulated: its requests' mean length is not that of all.
-            offered = w.offered * w.output_len if w.trace is None else float(f"{w.offered * value / served:.9g}")
-            value = offered if self.keeps_up(metrics) else min(value, (1 - FALLS_BEHIND) * offered)
-        if self.goal == "cost" and not self.keeps_up(metrics):
-            value *= BEHIND
+            rate, keeps = metrics["tokens_per_s"], self.keeps_up(metrics)
+            offered = w.offered * w.output_len if w.trace is None else float(f"{w.offered * rate / served:.9g}")
+            if self.goal == "cost":
+                value = float(f"{value * rate / offered:.9g}") if keeps else value * BEHIND
+            else:
+                value = offered if keeps else min(rate, (1 - FALLS_BEHIND) * offered)
         return -value if self.metric in HIGHER else value
 
     def keeps_up(self, metrics: Mapping[str, float]) -> bool:
