@@ -49,6 +49,26 @@ def test_replicas_that_are_stated_leave_one_degree(degree):
     assert said == ""
 
 
+@pytest.mark.parametrize(
+    ("cells", "degrees"),
+    [
+        ({"n_devices": 1536, "tp": 8, "pp": "", "dp": 16, "layers": 96}, (8, 12)),  # of Megatron-LM's runs of GPT-3
+        ({"n_devices": 2240, "tp": 8, "pp": "", "dp": 8, "layers": 105}, (8, 35)),
+        ({"n_devices": 12, "nodes_of": 6, "tp": "", "pp": 1, "dp": 4}, (3, 1)),
+        ({"n_devices": 32, "nodes_of": 4, "tp": "", "pp": 1, "dp": 4}, (8, 1)),  # over nodes, as nothing else agrees
+        ({"n_devices": 48, "tp": 1, "pp": "", "dp": 3}, (1, 16)),  # stages of one and of two layers
+        ({"n_devices": 32, "tp": "", "pp": 1, "dp": 1}, (1, 1)),  # 24 heads on 32 devices: the cell is wrong
+    ],
+)
+def test_replicas_that_are_stated_leave_degrees_of_any_size(cells, degrees):
+    r = row(**{**SMALL, "global_batch": 3360, "micro_batch": 1, "interleave": 1, **cells})
+    e = training.settled(r)[0]
+    assert (e.parallel.get("tp", 1), e.parallel.get("pp", 1)) == degrees
+    assert {name: int(value) for name, value in r.assumed.items() if name in ("tp", "pp")} == {
+        name: degree for name, degree in zip(("tp", "pp"), degrees, strict=True) if cells[name] == ""
+    }
+
+
 def test_replicas_that_agree_with_nothing_are_left_aside():
     assert chosen(**{**SMALL, "tp": "", "dp": 3})[0].parallel.get("tp", 1) == 1
 
