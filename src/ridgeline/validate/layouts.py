@@ -21,8 +21,8 @@ _SIMPLER = 0.95
 
 
 class Layout(NamedTuple):
-    """The layout of a run. ``cp`` is 1 unless stated, degrees whose column is missing are 1, and a missing stage of ZeRO
-    is the software's usual one; any other part may be open."""
+    """The layout of a run. ``cp`` is 1 unless stated, degrees whose column is missing are 1, and ZeRO's stage is then
+    the software's usual one; any other part may be open."""
 
     tp: int
     pp: int
@@ -38,10 +38,10 @@ class Layout(NamedTuple):
         return self.tp * self.pp * self.cp
 
     def is_within(self, other: Layout) -> bool:
-        """Whether it takes no more memory than ``other``: the same division without interleaving, smaller
-        micro-batches, as much recomputation."""
-        same = self[:4] == other[:4] and self.interleave == 1
-        return same and self.micro_batch <= other.micro_batch and self.recompute in ("full", other.recompute)
+        """Whether it takes no more memory than ``other``: the same division and micro-batch without interleaving, with
+        as much recomputation. (Smaller micro-batches may take more: their gradients are added up.)"""
+        same = self[:5] == other[:5] and self.interleave == 1
+        return same and self.recompute in ("full", other.recompute)
 
 
 class Judged(NamedTuple):
@@ -85,8 +85,8 @@ def _recomputation(row: CsvRow) -> list[str]:
 
 
 def _degrees(row: CsvRow, spec: ModelSpec, cluster: Cluster) -> list[tuple[int, int, int]]:
-    """Degrees (tp, pp, cp): where they are open, tensor parallelism within a node and stages of equal size, of powers of
-    two, or with as many replicas as the row's ``dp`` states."""
+    """Degrees (tp, pp, cp): where they are open, those with as many replicas as the row's ``dp`` states, or powers of
+    two: tensor parallelism within a node and stages of equal size."""
     cp = row.count("cp", 1)
     tensor = _degree(row, "tp", math.gcd(spec.num_heads, cluster.devices_per_node))
     stages = _degree(row, "pp", math.gcd(spec.num_layers, cluster.size))
