@@ -161,8 +161,9 @@ def test_a_wish_comes_first_or_is_refused(registered):
     with pytest.raises(UserError, match=r"flash-attn cannot compute attention\.decode: too old"):
         Kernels({"attention.decode": "flash-attn"}).find("attention.decode", registered)
     unused = Kernels({"attention.decode": "torch"})
-    with pytest.raises(UserError, match=r"no separate attention\.decode"):
+    with pytest.raises(UserError, match=r"no separate attention\.decode") as refusal:
         unused.require_used()
+    assert "flash_attention" in refusal.value.fix  # without it a server has no such operator
 
 
 @pytest.mark.parametrize("name", ["flash-attn-3", "flashinfer"])

@@ -51,7 +51,7 @@ def dissect_serving(e: Experiment, options: DissectOptions, here: RankContext) -
     assert isinstance(w, Serve)
     here.report({"stage": "loading"})
     engine, arrivals = make_engine(e, device), requests(w)
-    whole = engine.runner.decoder is not None
+    whole = engine.runner.decoder is not None and engine.runner.layout.fused
     engine.runner.decoder = None  # whose parts could not be told apart
     engine.ahead = None  # so that a step's tokens are chosen within it
     watch, profiler = StepWatch(engine), StepProfiler(engine.model, device, options.trace)

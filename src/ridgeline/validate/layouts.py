@@ -21,8 +21,8 @@ _SIMPLER = 0.95
 
 
 class Layout(NamedTuple):
-    """The layout of a run. ``cp`` is 1 unless stated, degrees and stages of ZeRO whose column is missing are those of
-    plain data parallelism; any other part may be open."""
+    """The layout of a run. ``cp`` is 1 unless stated, degrees whose column is missing are 1, and ZeRO's stage is then
+    the software's usual one; any other part may be open."""
 
     tp: int
     pp: int
@@ -38,10 +38,10 @@ class Layout(NamedTuple):
         return self.tp * self.pp * self.cp
 
     def is_within(self, other: Layout) -> bool:
-        """Whether it takes no more memory than ``other``: the same division without interleaving, smaller
-        micro-batches, as much recomputation."""
-        same = self[:4] == other[:4] and self.interleave == 1
-        return same and self.micro_batch <= other.micro_batch and self.recompute in ("full", other.recompute)
+        """Whether it takes no more memory than ``other``: the same division and micro-batch without interleaving, with
+        as much recomputation. (Smaller micro-batches may take more: their gradients are added up.)"""
+        same = self[:5] == other[:5] and self.interleave == 1
+        return same and self.recompute in ("full", other.recompute)
 
 
 class Judged(NamedTuple):
@@ -57,8 +57,7 @@ def layouts(row: CsvRow, spec: ModelSpec, cluster: Cluster, usual_stage: int) ->
     """The layouts that the row allows; ``usual_stage``: ZeRO's in its software. Raises :class:`BadCell` for degrees
     that are no whole numbers, and for a recomputation of another name."""
     recompute = _recomputation(row)
-    open_stage = "zero_stage" in row.cells and not row.has("zero_stage")
-    stages = [0, 1, 3] if open_stage else [min(3, row.count("zero_stage", usual_stage, least=0))]
+    stages = [0, 1, 3] if _is_open(row, "zero_stage") else [min(3, row.count("zero_stage", usual_stage, least=0))]
     found: list[tuple[int, int, int, int, int, int, str]] = []
     for tp, pp, cp in _degrees(row, spec, cluster):
         ranks = cluster.size // (tp * pp * cp) or 1
@@ -86,24 +85,45 @@ def _recomputation(row: CsvRow) -> list[str]:
 
 
 def _degrees(row: CsvRow, spec: ModelSpec, cluster: Cluster) -> list[tuple[int, int, int]]:
-    """Degrees (tp, pp, cp): where they are open, tensor parallelism within a node and stages of equal size, with as
-    many replicas as the row's ``dp`` states."""
+    """Degrees (tp, pp, cp): where they are open, those with as many replicas as the row's ``dp`` states, or powers of
+    two: tensor parallelism within a node and stages of equal size."""
     cp = row.count("cp", 1)
     tensor = _degree(row, "tp", math.gcd(spec.num_heads, cluster.devices_per_node))
     stages = _degree(row, "pp", math.gcd(spec.num_layers, cluster.size))
-    if len(tensor) == len(stages) == 1:
+    if not _is_open(row, "tp") and not _is_open(row, "pp"):
         return [(tensor[0], stages[0], cp)]
+    known = _of_replicas(row, spec, cluster, cp) if row.has("dp") else []
     pairs = [(tp, pp, cp) for tp in tensor for pp in stages if cluster.size % (tp * pp * cp) == 0]
-    replicas = row.count("dp") if row.has("dp") else 0
-    known = [(tp, pp, cp) for tp, pp, cp in pairs if tp * pp * cp * replicas == cluster.size]
     return known or pairs or [(tensor[0], stages[0], cp)]
+
+
+def _of_replicas(row: CsvRow, spec: ModelSpec, cluster: Cluster, cp: int) -> list[tuple[int, int, int]]:
+    """Degrees with which the stated ``dp`` replicas are the whole cluster; empty: the row's cells contradict it."""
+    shared, rest = divmod(cluster.size, row.count("dp") * cp)
+    if rest:
+        return []
+    heads = [row.count("tp", 1)] if not _is_open(row, "tp") else _divisors(spec.num_heads)
+    found = [(tp, shared // tp, cp) for tp in heads if shared % tp == 0 and shared // tp <= spec.num_layers]
+    if not _is_open(row, "pp"):
+        found = [d for d in found if d[1] == row.count("pp", 1)]
+    usual = [(tp, pp, cp) for tp, pp, _ in found if cluster.devices_per_node % tp == 0 == spec.num_layers % pp]
+    return usual or found
+
+
+def _is_open(row: CsvRow, column: str) -> bool:
+    """Whether the column is there and its cell empty."""
+    return column in row.cells and not row.has(column)
 
 
 def _degree(row: CsvRow, column: str, size: int) -> list[int]:
     """The degree that is stated, or where the cell is empty the powers of two that divide ``size``."""
-    if column in row.cells and not row.has(column):
+    if _is_open(row, column):
         return [1 << i for i in range(size.bit_length()) if size % (1 << i) == 0]
     return [row.count(column, 1)]
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
 
 
 def smallest_first(allowed: Iterable[Layout]) -> list[Layout]:
@@ -132,6 +152,6 @@ def say(row: CsvRow, chosen: Layout, allowed: list[Layout]) -> str:
     if chosen.pp == 1 and "interleave" in open_:
         open_.remove("interleave")
     for name in ("tp", "pp", "zero_stage", *open_):
-        if name in row.cells and not row.has(name):
+        if _is_open(row, name):
             row.assumed[name] = str(getattr(chosen, name))
     return "not stated: " + ", ".join(f"{name}={getattr(chosen, name)}" for name in open_) if open_ else ""

@@ -20,7 +20,9 @@ class FlashAttention(Technique):
     """Fuse scores, mask, softmax and values into one kernel that never writes the score matrix (Dao et al. 2022).
 
     Without it, attention is the explicit product of three operators; with it, PyTorch's fused
-    ``scaled_dot_product_attention`` (FlashAttention-2 on CUDA, its blocked counterpart on CPU). Packed documents are
+    ``scaled_dot_product_attention`` (FlashAttention-2 on CUDA, its blocked counterpart on CPU). In the serving engine
+    it is one kernel over the pages of the cache, of ours in Triton or C++, and that function for prompts on a CPU;
+    without it each sequence's keys and values are gathered for the three operators. Packed documents are
     computed each by itself, on CUDA in 16 bits by one kernel, which in training has sliding windows too. What that
     kernel lacks, soft caps on scores, ALiBi and windows that are chunks, training on CUDA in 16 bits computes by a
     kernel of ours in Triton. Elsewhere these are a bias on the scores, but for soft caps: attention with these goes by
