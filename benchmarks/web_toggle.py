@@ -44,7 +44,7 @@ QUESTIONS = {
 TOGGLED = {
     "pretrain": ["flash_attention", "recompute:policy=full", "sequence_parallel", "fused_layers"],
     "finetune": ["flash_attention", "recompute:policy=full", "lora:rank=16", "fused_layers"],
-    "serve": ["paged_kv", "continuous_batching", "kv_quant", "chunked_prefill"],
+    "serve": ["paged_kv", "continuous_batching", "flash_attention", "kv_quant", "chunked_prefill"],
 }
 ROUNDS = 10
 

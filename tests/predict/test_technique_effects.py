@@ -283,6 +283,22 @@ def test_attention_in_one_kernel_shortens_long_prompts(engine, on):
     assert {r.kind for r in plain.breakdown} - {r.kind for r in fused.breakdown} >= {"softmax", "bmm"}
 
 
+@pytest.mark.parametrize("engine", ["", "hf"])
+@pytest.mark.parametrize(("model", "on"), [("llama2-7b", "a100-80g-sxm"), ("llama3.1-8b", "h100-sxm"),
+                                           ("deepseek-v2-lite", "h100-sxm"), ("mixtral-8x7b", "b200")])  # fmt: skip
+def test_attention_in_one_kernel_is_slower_in_no_step(engine, model, on):
+    """Of few queries, too: the products, the mask and the softmax are several small kernels."""
+
+    def surface(plan):
+        e, techniques = resolve(experiments.make(model, on, {**STEADY, "engine": engine}, plan))
+        return surface_of(e, techniques, requests(e.workload))
+
+    plain, fused = surface([]), surface(["flash_attention"])
+    for n in (1, 4, 16, 64):
+        assert fused.parts.attention(n, 1, 1024) <= plain.parts.attention(n, 1, 1024)
+        assert fused.parts.attention(1, 16 * n, 16 * n) <= plain.parts.attention(1, 16 * n, 16 * n)
+
+
 def test_score_matrices_take_room_of_the_cache():
     """Of the longest prompt: two matrices of 32 heads in 16 bits."""
     long = {"prompt_len": 3900, "max_num_batched_tokens": 4096, "output_len": 65, "engine": ""}

@@ -203,6 +203,14 @@ def test_of_engines_that_keep_up_with_the_arrivals_the_fastest_is_first():
     assert all("TPOT" in trade(t, first, q.metric) for t in others)
 
 
+def test_plans_for_long_prompts_have_attention_in_one_kernel():
+    workload = Serve(rate=4.0, requests=60, prompt_len=1024, output_len=64)
+    only = frozenset({"flash_attention", "tensor_parallel", "continuous_batching", "padding_free"})
+    for goal in ("latency", "throughput"):
+        q = Question(catalog.model("llama2-13b"), catalog.cluster("8xa100-80g-sxm"), workload, only=only, goal=goal)
+        assert all("flash_attention" in t.names for t in search(q, workers=1).best)
+
+
 @pytest.mark.parametrize(("model", "on"), [("llama3.1-70b", "8xa100-80g-sxm"), ("qwen3-32b", "2xl40s")])
 def test_a_model_too_large_for_one_device_is_served_as_well_as_one_that_fits(model, on):
     """What one plan needs beside the division of the model is found beside it: batches that change from step to step,

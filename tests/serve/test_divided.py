@@ -26,7 +26,7 @@ from ridgeline.techniques.registry import check, mesh_axes, normalize, technique
 
 TP, EP, PP = "tensor_parallel:degree=2", "expert_parallel:degree=2", "pipeline:degree=2"
 MIXTURE = {"num_experts": 4, "experts_per_token": 2}
-SERVED = ("paged_kv", "continuous_batching", "chunked_prefill", "padding_free")
+SERVED = ("paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "flash_attention")
 CPU_DEVICE = torch.device("cpu")
 
 
@@ -233,6 +233,17 @@ def test_stages_of_ranks_that_share_experts():
     assert e.parallel == {"ep": 2, "pp": 2}
     tokens = world(4).run(on_ranks, e)[0][0]
     assert tokens == serve(make_engine(experiment(*SERVED), CPU_DEVICE))[0]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "bloom", "deepseek_v3"])
+def test_ranks_attend_by_score_matrices_too(family):
+    """Of their own heads: with soft caps, sinks, slopes and latents."""
+    schedule = SERVED[:-1]
+    tokens, told, *_ = world(2).run(on_ranks, experiment(*schedule, TP, model=FAMILIES[family]))[0]
+    wanted, said = serve(make_engine(experiment(*schedule, model=FAMILIES[family]), CPU_DEVICE))
+    assert (tokens, wanted) == (serve(make_engine(experiment(*SERVED, model=FAMILIES[family]), CPU_DEVICE))[0],) * 2
+    for i, values in said.items():
+        assert told[i] == pytest.approx(values, abs=2e-5)
 
 
 SYSTEMS = [n for n in catalog.systems() if catalog.system(n).reported.workload.get("kind") == "serve"]

@@ -72,6 +72,20 @@ def test_another_model_drafts_badly_and_nothing_changes(tmp_path):
         assert got[r.id, 0] == greedy(made, r.prompt, 15)
 
 
+def test_a_prompt_with_a_step_of_its_own_leaves_no_drafts_behind(tmp_path):
+    made = model()
+    save_checkpoint(made, tmp_path)
+    eng = engine(made, f"speculative:draft={tmp_path},tokens=4", "-chunked_prefill", max_num_batched_tokens=16)
+    asked = [ask("first", [1, 5, 9], 30), ask("long", list(range(15)), 5)]
+    eng.add(asked[0])
+    events = [e for _ in range(3) for e in eng.step()]
+    assert eng.stats().drafted_tokens > 0
+    got, more = run(eng, asked[1])  # checks what must hold between two steps
+    assert {e.request: e for e in more}.keys() == {"first", "long"}
+    said = [t for e in [*events, *more] if e.request == "first" for t in e.tokens]
+    assert (said, got["long", 0]) == tuple(greedy(made, r.prompt, r.sampling.max_tokens) for r in asked)
+
+
 def test_another_vocabulary_is_refused(tmp_path):
     save_checkpoint(build(spec(vocab_size=200)), tmp_path)
     with pytest.raises(UserError, match="200 tokens"):

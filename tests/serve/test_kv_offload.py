@@ -21,7 +21,7 @@ from ridgeline.serve.build_engine import load_engine
 from ridgeline.serve.scheduler import share
 from ridgeline.spec.errors import Incompatible, UserError
 
-PLAN = ("paged_kv:block_size=4", "continuous_batching", "chunked_prefill", "padding_free")
+PLAN = ("paged_kv:block_size=4", "continuous_batching", "chunked_prefill", "padding_free", "flash_attention")
 FIRST, OTHER = list(range(1, 42)), list(range(100, 148))
 BLOCK = 2 * 4 * LLAMA["num_layers"] * LLAMA["num_kv_heads"] * LLAMA["head_dim"] * 4
 """Bytes of a block in fp32."""

@@ -5,6 +5,7 @@ Quantized weights are expanded to the type that this CPU multiplies fastest, so 
 file takes part by itself.
 """
 
+from array import array
 from itertools import combinations
 
 import pytest
@@ -13,12 +14,14 @@ from tests.crossings import crossing
 from tests.serving import ask, collect, run
 
 from ridgeline.nn.kernels import native
+from ridgeline.nn.memory.kv_pool import Piece
 from ridgeline.nn.model.generate import make_cache
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant import native_codes, torch_codes
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.runtime.build import Build
 from ridgeline.serve.build_engine import make_engine
+from ridgeline.serve.runner import PackedStep
 from ridgeline.spec.decode_kernel import OTHER_PARTS, refusal
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
@@ -91,13 +94,20 @@ WIDE = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", sorted(SERVES))
-def test_the_engine_computes_layers_in_one_kernel_where_predictions_say_so(name):
-    e = experiment(name)
+def test_the_engine_computes_layers_in_one_kernel_where_predictions_say_so(name, fused):
+    """Which is where attention is one kernel, too."""
+    names = dict.fromkeys([name, "flash_attention"] if fused else [name])
+    if refused(*names):
+        pytest.skip("they do not go together")
+    e = experiment(*names)
     parts = {part for t in check(e) for part in t.parts}
     runner = make_engine(e, torch.device("cpu")).runner
-    wanted = native.library() is not None and not parts & OTHER_PARTS and not refusal(e.model)
-    assert (runner.decoder is not None) == wanted
+    wanted = native.library() is not None and "fused_attention" in parts
+    wanted = wanted and not parts & OTHER_PARTS and not refusal(e.model)
+    step = runner.arrange(PackedStep([], [5], [2], [2], [Piece(0, 1, [(0, 3)], False, 3, array("i", [0]))]))
+    assert (runner.decoder is not None and step.singles is not None) == wanted
 
 
 def test_some_formats_hold_codes():

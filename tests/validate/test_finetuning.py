@@ -53,3 +53,14 @@ def test_lora_is_faster_than_qlora_and_what_is_no_method():
     assert speed["lora"] > speed["qlora"]
     with pytest.raises(BadCell, match="none of full, lora, qlora"):
         finetuning.cases(row(method="prompt"))
+
+
+def test_what_is_taken_for_empty_cells_is_said():
+    r = row(tp="", pp="?", zero_stage="", micro_batch_size="", global_batch="")
+    finetuning.cases(r)
+    names = ("tp", "pp", "zero_stage", "micro_batch_size", "global_batch")
+    assert {name: r.assumed[name] for name in names} == {**dict.fromkeys(names, "1"), "zero_stage": "0"}
+    assert "micro_batch" not in r.assumed
+    r = row(micro_batch_size="?")
+    (case,) = finetuning.cases(r)  # of 1 to 8
+    assert f"micro_batch={r.assumed['micro_batch_size']}" in case.label

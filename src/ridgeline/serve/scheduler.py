@@ -100,6 +100,8 @@ class Scheduler:
         if joins and self._needs_own_step(unfinished):
             self._admit(batch)
             if batch.tokens:
+                for seq in unfinished:  # which are not in this step
+                    self.drop_draft(seq)
                 return batch
         # Decodes first: a prompt must not delay the next tokens of running sequences.
         for seq in sorted(unfinished, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):

@@ -13,7 +13,7 @@
     role = "prefill"
     on = "8xh100-sxm"
     replicas = 25
-    plan = ["tensor_parallel:degree=8", "continuous_batching"]
+    plan = ["tensor_parallel:degree=8", "continuous_batching", "flash_attention"]
 
     [[pools]]
     name = "token"

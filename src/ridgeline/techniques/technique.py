@@ -89,8 +89,8 @@ class Card:
     """Tasks in which it is enabled by default: in training where ranks share the batch and nothing else in the plan
     splits it; in serve, in the plan of ``ridgeline serve``."""
     in_engines: bool = False
-    """Whether most serving engines do it whatever the plan says (``EngineCosts.flash``): all but Ridgeline's own and
-    others that have a choice."""
+    """Whether serving engines do it whatever the plan says, but for those that follow the plan
+    (``EngineCosts.flash``)."""
     unpredicted: Mapping[str, str] = field(default_factory=dict)
     """Why the prediction of its example is the same without it, by task; in other tasks it differs (a test checks
     this)."""

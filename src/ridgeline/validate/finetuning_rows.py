@@ -23,13 +23,15 @@ def cases(row: CsvRow) -> list[Case]:
     method = row.text("method").lower().replace("-", "")
     if method not in _METHODS:
         raise BadCell(f"column 'method': {method!r} is none of {', '.join(_METHODS)}")
-    run = CsvRow(row.line, {**row.cells, "micro_batch": row.cells["micro_batch_size"]})
+    run = CsvRow(row.line, {**row.cells, "micro_batch": row.cells["micro_batch_size"]}, row.assumed)
     chains = {} if row.text("precision", "") == "fp8" else training_rows.PLAIN_LLAMA  # Transformer Engine's are fused
     if row.text("weights", "") == "int4":
         chains = {**chains, "cast": PLAIN_UNPACKING}
     # Qwen's scripts train all parameters under DeepSpeed's stage 3, on a single card too.
     hooks = method == "full" and row.count("n_devices") == 1 and "hf trainer" in row.text("note", "").lower()
     found = training_rows.cases(run, FineTune, _adapters(row, method), chains, hooks)
+    if "micro_batch" in row.assumed:
+        row.assumed["micro_batch_size"] = row.assumed.pop("micro_batch")
     return [replace(c, group=f"{c.group} {method}", alternatives=None) for c in found]
 
 

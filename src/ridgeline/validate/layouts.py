@@ -148,10 +148,11 @@ def best(judged: Iterable[Judged], usual_stage: int) -> Layout:
 
 def say(row: CsvRow, chosen: Layout, allowed: list[Layout]) -> str:
     """Note in the row what was taken for its empty cells; in words, the parts that had more than one choice."""
-    open_ = [name for i, name in enumerate(Layout._fields) if len({layout[i] for layout in allowed}) > 1]
-    if chosen.pp == 1 and "interleave" in open_:
-        open_.remove("interleave")
-    for name in ("tp", "pp", "zero_stage", *open_):
+    several = [name for i, name in enumerate(Layout._fields) if len({layout[i] for layout in allowed}) > 1]
+    alone = [name for name in ("tp", "pp", "zero_stage", "micro_batch", "interleave") if name not in several]
+    if chosen.pp == 1:
+        several, alone = ([name for name in names if name != "interleave"] for names in (several, alone))
+    for name in (*alone, *several):
         if _is_open(row, name):
             row.assumed[name] = str(getattr(chosen, name))
-    return "not stated: " + ", ".join(f"{name}={getattr(chosen, name)}" for name in open_) if open_ else ""
+    return "not stated: " + ", ".join(f"{name}={getattr(chosen, name)}" for name in several) if several else ""

@@ -179,7 +179,7 @@ class Kernels:
             if operator not in self.taken:
                 raise UserError(
                     f"kernels: {operator}={name} is asked for, and the plan has no separate {operator} operator",
-                    "leave it out, or add what has it: flash_attention in a serving engine (attention), fused layers"
+                    "leave it out, or add what has it: flash_attention in a serving engine (attention), fused_layers"
                     " (the others)",
                 )
 

@@ -82,8 +82,13 @@ class Parts:
     def __init__(self, e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> None:
         self.e, self.cluster, self.engine = e, cluster, engine
         self.techniques = as_in_engines(techniques) if engine.flash else techniques
-        self.alone = engine.name == OWN and not any("fused_attention" in t.parts for t in techniques)
+        fused = any("fused_attention" in t.parts for t in self.techniques)
+        self.alone = engine.name == OWN and not fused
         """Whether each sequence's attention is computed by itself, as our engine does score matrices."""
+        self.bounded = not fused and cluster.device.kind == "gpu" and not engine.gap_s
+        """Whether score matrices take at least the time of the fused kernel: the small kernels of few queries are timed
+        by what they move, without the latencies that the fused one was fitted with, unless the engine's gaps between
+        kernels have them."""
         self._graphs: dict[int, Graph] = {}
         self._attended: dict[tuple[int, int, int], float] = {}
         self.body = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=False))
@@ -116,7 +121,14 @@ class Parts:
         key = (each, q_len, kv_len)
         if key not in self._attended:
             self._attended[key] = self.total(self.graph(*key), attention=True)
+            if self.bounded:
+                self._attended[key] = max(self._attended[key], self.total(self._fused(*key), attention=True))
         return times * self._attended[key]
+
+    def _fused(self, batch: int, q_len: int, kv_len: int) -> Graph:
+        """:meth:`graph` with fused attention."""
+        g = tokens_graph(self.e.model, batch, q_len, kv_len, self.e.dtype)
+        return fuse(rewritten(g, self.e, as_in_engines(self.techniques)), self.engine, self.e.model)
 
     def seconds(self, op: Op) -> float:
         """GPU seconds of one operator or collective."""
