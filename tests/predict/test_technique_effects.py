@@ -327,3 +327,11 @@ def test_engines_that_always_attend_in_one_kernel_say_so(engine):
     bare, (named, result) = metrics([], **fields)[0], metrics(["flash_attention"], **fields)
     assert named == bare
     assert any("flash_attention" in note and "whatever the plan says" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(("engine", "says"), [("ridgeline", True), ("hf", True), ("llama.cpp", True), ("vllm", False)])
+def test_an_engine_that_could_do_without_score_matrices_says_that_it_has_them(engine, says):
+    fields = {"engine": engine, "max_num_seqs": 1}
+    for plan, said in ((["continuous_batching"], says), (["continuous_batching", "flash_attention"], False)):
+        notes = metrics(plan, **fields)[1].notes
+        assert any("matrix of scores" in n for n in notes) == said

@@ -2,12 +2,14 @@
 
 import pytest
 
+from ridgeline import catalog
 from ridgeline.predict import predict
 from ridgeline.predict.serving.engine_costs import ENGINES
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import generation_rows as generation
 from ridgeline.validate import serving_rows as serving
 from ridgeline.validate.csv_table import BadCell, CsvRow
+from ridgeline.validate.precisions import plan_of
 
 GENERATION = {"model": "llama2-7b", "device": "a100-80g-sxm", "tp": "1", "prompt_len": "512", "batch": "4",
               "output_len": "128", "ttft_s": "0.1", "tpot_s": "0.02", "e2e_s": "", "source": "made up"}  # fmt: skip
@@ -136,3 +138,11 @@ def test_a_stated_degree_that_does_not_fit_is_judged_and_said():
     assert len(got) == 2
     assert all("tp1" in case.label and "(does not fit: needs 1" in case.label for case in got)
     assert not any("fit" in case.label for case in generation.cases(row(GENERATION)))
+
+
+def test_rows_of_transformers_attend_as_its_default_does():
+    """By PyTorch's ``scaled_dot_product_attention`` (since 4.36); other engines' plans need not name it."""
+    llama = catalog.model("llama2-7b")
+    assert plan_of(llama, "bf16", "hf") == plan_of(llama, "bf16", "transformers") == ["flash_attention"]
+    assert plan_of(llama, "int8", "hf") == ["flash_attention", "rtn:bits=8"]
+    assert plan_of(llama, "bf16", "vllm") == plan_of(llama, "bf16", "") == []

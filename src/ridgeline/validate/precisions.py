@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ridgeline.predict.serving.engine_costs import ALIASES
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
@@ -14,7 +15,13 @@ _GROUPS_OF_32 = ("q4_k_m", "q4_0")
 
 
 def plan_of(model: ModelSpec, precision: str, backend: str) -> list[str]:
-    """The techniques behind a precision's name. Raises :class:`UserError` for one that is not known."""
+    """The techniques behind a precision's name, and behind how an engine attends by default. Raises
+    :class:`UserError` for a precision that is not known."""
+    attention = ["flash_attention"] if ALIASES.get(backend, backend) == "hf" else []  # sdpa, its default since 4.36
+    return [*attention, *_of_precision(model, precision, backend)]
+
+
+def _of_precision(model: ModelSpec, precision: str, backend: str) -> list[str]:
     name = precision.lower().replace("-", "_")
     if name in _WIDE:
         return []

@@ -184,6 +184,8 @@ def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterat
                " engine, or add them")  # fmt: skip
     if engine.name == OWN and not usual:
         yield f"without {', '.join(missing)}, which `ridgeline serve` has by default: add them to predict that"
+    elif not engine.flash and engine.name != PLANNED and not any("fused_attention" in t.parts for t in techniques):
+        yield "attention computes a matrix of scores for each sequence: flash_attention is not in the plan"
     s = engine.scheduling(techniques)
     if s.cut and not s.limits.padded:
         yield "batches of this engine have no pads: dividing the queue by length saves none"
