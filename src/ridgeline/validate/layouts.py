@@ -17,7 +17,7 @@ WHOLE = ("full", "1", "true", "yes", "block", "uniform", "all")
 _NOT, _PARTLY = ("none", "no", "false", "0", "off"), ("sel", "op", "attn")
 """And none of it, and (how names begin) that of a part of their operators."""
 _SIMPLER = 0.95
-"""A run with less model parallelism is taken for one that is faster by less than this."""
+"""A layout with less model parallelism is preferred if it has this fraction of the best one's tokens/s (assumption)."""
 
 
 class Layout(NamedTuple):
@@ -132,8 +132,8 @@ def smallest_first(allowed: Iterable[Layout]) -> list[Layout]:
 
 
 def best(judged: Iterable[Judged], usual_stage: int) -> Layout:
-    """The layout that a user would take: the fastest that fits; of nearly equal ones that with the least model
-    parallelism, then that with the software's usual stage of ZeRO."""
+    """The layout that a user would take, of one or more: the fastest that fits; of those within 5 % of it that with the
+    least model parallelism, then that with the software's usual stage of ZeRO. Where none fits: the smallest."""
     groups: dict[tuple[int, int], Judged] = {}
     for j in judged:
         key = (j.layout.model_ranks, abs(j.layout.zero_stage - usual_stage))

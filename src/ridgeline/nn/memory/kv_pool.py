@@ -110,7 +110,7 @@ class Piece:
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as numbers that are added to scores."""
+    """A bool mask as numbers of the same shape that are added to scores: half of the least one where it is False."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, torch.finfo(dtype).min / 2)
 
@@ -380,7 +380,7 @@ class PagedCache(LayerCache):
         return self._seen(q, keys, values, piece.bias(q, keys.shape[2], self.window, self.layout.causal), changes)
 
     def _own(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of several new tokens to each other."""
+        """Attention of several new tokens of a sequence to each other: ``q`` [1, H, S, D] → [1, H, S, V]."""
         causal = self.layout.causal
         if self.layout.fused:
             return fused(q, k, v, causal=causal, grouped=k.shape[1] < q.shape[1])
@@ -389,7 +389,7 @@ class PagedCache(LayerCache):
 
     def _seen(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, changes: ScoreChanges | None) -> Tensor:
         """Attention of ``q`` [B, H, S, D] to ``k`` and ``v`` [B, G, L, D], of which ``bias`` ([S, L] or [B, 1, 1, L])
-        tells those that are seen."""
+        tells those that are seen: [B, H, S, D]."""
         if changes is None and self.layout.fused:
             return fused(q, k, v, bias, grouped=k.shape[1] < q.shape[1])
         function = flash_attention if self.layout.fused else naive_attention
