@@ -47,6 +47,13 @@ def test_every_family_chooses_the_same_tokens(name):
     assert served(made)[0] == truth
 
 
+def test_prompts_of_latent_attention_that_fill_a_step_attend_to_themselves():
+    """By keys and values that are expanded, not as beside tokens of the cache."""
+    made = model(**ModelSpec.from_config({**SERVED["deepseek_v3"], "vocab_size": 300}, name="d").model_dump())
+    prompt = PROMPTS["r2"][:16]
+    assert served(made, requests=[ask("a", prompt)])[0] == {("a", 0): greedy(made, prompt, 8)}
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_schedule_chooses_the_same_tokens(plan):
     made = model()
