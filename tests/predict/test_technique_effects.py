@@ -319,6 +319,40 @@ def test_our_engine_captures_only_steps_of_one_kernel_for_attention():
     assert fused.captured
 
 
+def test_our_engine_computes_score_matrices_sequence_by_sequence():
+    """Which takes its host time, too; one kernel computes those of all."""
+
+    def surface(plan):
+        e, techniques = resolve(experiments.make("llama2-7b", "h100-sxm", {**STEADY, "engine": "ridgeline"}, plan))
+        return surface_of(e, techniques, requests(e.workload))
+
+    plain, fused = surface(["padding_free"]), surface(["padding_free", "flash_attention"])
+    assert plain.parts.attention(8, 1, 1024) == pytest.approx(8 * plain.parts.attention(1, 1, 1024))
+    assert fused.parts.attention(8, 1, 1024) < 6 * fused.parts.attention(1, 1, 1024)
+    assert plain.parts.sequence_s > 0 == fused.parts.sequence_s
+    load = {"engine": "ridgeline", "requests": 32}
+    one, crowd = (metrics(["continuous_batching"], "h100-sxm", **load, concurrency=n)[0]["tpot_s"] for n in (1, 32))
+    assert crowd - one > 16 * plain.parts.sequence_s
+
+
+def test_score_matrices_of_padded_prompts_are_there_together():
+    def lost(tokens):
+        fields = {"engine": "hf", "concurrency": 8, "requests": 8, "prompt_len": 1000, "output_len": 25,
+                  "max_num_seqs": tokens // 1025, "max_num_batched_tokens": tokens}  # fmt: skip
+        plain, fused = (metrics(plan, **fields)[0]["kv_cache_tokens"] for plan in ([], ["flash_attention"]))
+        return fused - plain
+
+    assert 6 * lost(1025) < lost(8 * 1025) < 9 * lost(1025)
+
+
+def test_score_matrices_take_room_of_our_own_cache_where_it_is_a_share():
+    fields = {"engine": "ridgeline", "prompt_len": 3900, "output_len": 65, "max_num_batched_tokens": 4096}
+    for share, less in (({"kv_cache_share": 0.5}, True), ({"kv_cache_bytes": 8_000_000_000}, False)):
+        plain, fused = (metrics(["padding_free", *plan], **fields, **share)[0]["kv_cache_tokens"]
+                        for plan in ([], ["flash_attention"]))  # fmt: skip
+        assert (plain < fused) == less
+
+
 @pytest.mark.parametrize("engine", sorted(ENGINES.keys() - {"", PLANNED, "ridgeline", "hf", "llama.cpp"}))
 def test_engines_that_always_attend_in_one_kernel_say_so(engine):
     fields = {**STEADY, "engine": engine}

@@ -5,7 +5,7 @@ import pytest
 from ridgeline import experiments
 from ridgeline.predict import predict
 from ridgeline.search import Question, search
-from ridgeline.search.answer_tables import answer_tables
+from ridgeline.search.answer_tables import answer_tables, trade
 from ridgeline.search.why import why_not
 
 LOAD = {"kind": "serve", "engine": "vllm", "rate": 2.0, "requests": 200, "prompt_len": 2000, "output_len": 200}
@@ -99,3 +99,34 @@ def test_plans_that_keep_up_on_the_same_devices_cost_the_same_and_the_faster_is_
     only = frozenset({"tensor_parallel", "continuous_batching", "padding_free", "flash_attention"})
     asked = Question(q.model, q.cluster, q.workload, "cost", only=only)
     assert "flash_attention" in search(asked, workers=1).best[0].names
+
+
+def test_alternatives_that_cost_the_same_are_not_told_to_be_cheaper_or_more_expensive():
+    load = {"engine": "", "rate": 4.0, "prompt_len": 1024, "output_len": 256}
+    e = experiments.make("llama2-13b", "2xa100-80g-sxm", {**LOAD, **load}, ["continuous_batching", "padding_free"])
+    q = Question(e.model, e.cluster, e.workload, "cost", fixed=e.plan, only=frozenset({"tensor_parallel"}))
+    first, other = search(q, workers=1).best
+    assert not other.kind, "replicas"
+    assert abs(other.metrics[q.metric] / first.metrics[q.metric] - 1) > 0.03
+    assert "expensive" not in trade(other, first, q.metric)
+    assert "cheaper" not in trade(other, first, q.metric)
+    assert "TTFT" in trade(other, first, q.metric)
+
+
+@pytest.mark.parametrize("goal", ["cost", "throughput"])
+def test_replicas_are_ranked_by_the_answers_of_a_whole_trace(goal, tmp_path):
+    """Not by those of the one that is simulated: every second answer is short."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        f'{{"timestamp": {1000 * i}, "input_length": 500, "output_length": {300 - 200 * (i % 2)}}}\n'
+        for i in range(100)
+    ]
+    trace.write_text("".join(lines))
+    load = {"trace": str(trace), "rate": 2.0, "requests": None}
+    q, found = question("2xa800-80g", goal, **load), []
+    for plan in ([], ["tensor_parallel:degree=2"]):
+        r = predict(experiments.make("llama2-13b", "2xa800-80g", {**LOAD, **load}, plan))
+        found.append({name: m.value for name, m in r.metrics.items()})
+    assert all(map(q.keeps_up, found))
+    assert found[0]["tokens_per_s"] > 1.2 * found[1]["tokens_per_s"]
+    assert q.rank(found[0]) == q.rank(found[1])

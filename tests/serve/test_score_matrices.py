@@ -6,6 +6,8 @@ from tests.serve.test_engine import SERVED
 from tests.serving import ask, engine, greedy, model, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+from ridgeline.serve import runner
 from ridgeline.serve.request import EngineRequest
 from ridgeline.spec.model import ModelSpec
 
@@ -45,6 +47,13 @@ def test_every_family_chooses_the_same_tokens(name):
     assert served(made)[0] == truth
 
 
+def test_prompts_of_latent_attention_that_fill_a_step_attend_to_themselves():
+    """By keys and values that are expanded, not as beside tokens of the cache."""
+    made = model(**ModelSpec.from_config({**SERVED["deepseek_v3"], "vocab_size": 300}, name="d").model_dump())
+    prompt = PROMPTS["r2"][:16]
+    assert served(made, requests=[ask("a", prompt)])[0] == {("a", 0): greedy(made, prompt, 8)}
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_schedule_chooses_the_same_tokens(plan):
     made = model()
@@ -57,6 +66,24 @@ def test_quantized_caches_hold_the_same_codes(kind):
     made, plan = model(), f"kv_quant:dtype={kind}"
     truth, _ = run(engine(made, plan, max_num_batched_tokens=16), *[ask(k, p) for k, p in PROMPTS.items()])
     assert served(made, plan)[0] == truth
+
+
+def test_a_drafting_model_computes_score_matrices_too(tmp_path):
+    made = model()
+    save_checkpoint(made, tmp_path)
+    truth = {(k, 0): greedy(made, p, 8) for k, p in PROMPTS.items()}
+    assert served(made, f"speculative:draft={tmp_path},tokens=3")[0] == truth
+
+
+def test_kernels_over_pages_are_not_looked_for(monkeypatch):
+    """Nor those of a whole step, which this machine may lack."""
+    found = []
+    for name in ("find_kernel", "find_step_kernel"):
+        monkeypatch.setattr(runner, name, lambda *_: found.append(1))
+    assert engine(model(), "-flash_attention").runner.layout.whole is None
+    assert not found
+    engine(model())
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("plan", [(), ("-padding_free",)])

@@ -83,6 +83,28 @@ def test_open_stages_of_zero_are_those_of_the_software_where_it_fits():
     assert native.plan.option("zero", "stage") == int(said["zero_stage"]) == 3
 
 
+def test_what_makes_no_difference_or_leaves_a_node_is_not_tried():
+    def allowed(**cells):
+        made = training.experiment(
+            row(**{**SMALL, "tp": 1, "pp": 1, **{k: cells[k] for k in ("n_devices", "nodes_of")}})
+        )
+        return layouts(row(**{**SMALL, "zero_stage": "", "interleave": "", **cells}), made.model, made.cluster, 0)
+
+    wide = allowed(n_devices=32, nodes_of=4, tp="", pp="")
+    assert {a.tp for a in wide} == {1, 2, 4}
+    assert {a.interleave for a in wide if a.pp == 1} == {1} < {a.interleave for a in wide}
+    assert {a.zero_stage for a in wide if a.model_ranks == 32} == {0} < {a.zero_stage for a in wide}
+    stated = allowed(n_devices=32, nodes_of=4, tp="", pp="", dp=4)
+    assert {(a.tp, a.pp) for a in stated} == {(1, 8), (2, 4), (4, 2)}
+
+
+def test_chunks_of_a_run_without_stages_are_not_said():
+    _, said, assumed = chosen(**SMALL, tp="", pp="", interleave="")
+    assert said.startswith("not stated: tp=1, pp=1")
+    assert "interleave" not in said
+    assert "interleave" not in assumed
+
+
 def test_columns_that_are_missing_are_techniques_that_were_not_used():
     r = row(**SMALL)
     for name in ("tp", "pp", "zero_stage"):

@@ -105,12 +105,13 @@ def trade(t: Tried, first: Tried, goal: str) -> str:
     spare``."""
     if t is first:
         return NONE
+    level = goal != "peak_bytes" and t.is_level_with(first)
     if goal == "peak_bytes" and "tokens_per_s" in t.metrics:
         goal = "tokens_per_s"  # memory is said in any case
     ratio = t.metrics[goal] / first.metrics[goal]
     better = ratio > 1 if goal in HIGHER else ratio < 1
     costs = []
-    if abs(ratio - 1) >= 0.005:
+    if abs(ratio - 1) >= 0.005 and not level:
         good, bad = _WORDS["speed" if goal.endswith("_s") else "price" if "dollars" in goal else ""]
         costs.append(f"{percent(abs(ratio - 1))} {good if better else bad}")
     serving = t.experiment.task == "serve"

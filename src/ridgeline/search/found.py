@@ -75,6 +75,16 @@ class Tried:
         same = self.rank == other.rank and self.metrics["peak_bytes"] == other.metrics["peak_bytes"]
         return self.key == other.key or (same and self.key[:3] == other.key[:3] and other.names < self.names)
 
+    def is_level_with(self, other: Tried) -> bool:
+        """Whether the goal tells no difference, but for doubt: of engines that keep up with a load, when its last
+        answer ended is chance (:meth:`Question.rank`)."""
+        serving = self.experiment.task == "serve"
+        return serving and math.isclose(self._without_doubt, other._without_doubt)
+
+    @property
+    def _without_doubt(self) -> float:
+        return self.rank / self.doubt if self.rank > 0 else self.rank * self.doubt
+
     def offers_beside(self, other: Tried, q: Question) -> bool:
         """Whether a user might choose it over the other: for what it gains in the goal, in memory (in serving, where
         the cache takes what is left: in latency), or because it divides and moves less, has fewer devices, or proven
@@ -87,7 +97,7 @@ class Tried:
         latencies = ("ttft_s", "tpot_s") if self.experiment.task == "serve" else ()
         return any(
             (self.metrics[m] / other.metrics[m] - 1) * (1 if m in HIGHER else -1) >= ALIKE
-            for m in (q.metric, *latencies)
+            for m in (*([] if self.is_level_with(other) else [q.metric]), *latencies)
             if other.metrics.get(m)
         )
 

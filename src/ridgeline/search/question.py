@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
 
 from ridgeline.catalog import published_format
-from ridgeline.predict.serving.arrivals import REQUESTS
+from ridgeline.predict.serving.arrivals import REQUESTS, requests
 from ridgeline.predict.serving.simulate import check_decodes
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError, unknown
@@ -189,14 +191,21 @@ class Question:
         value = metrics[self.metric]
         w, served = self.workload, metrics.get("requests_per_s")
         if isinstance(w, Serve) and w.offered and served and (self.metric == "tokens_per_s" or self.goal == "cost"):
-            # Replicas take turns, and one of them is simulated: its requests' mean length is not that of all.
             rate, keeps = metrics["tokens_per_s"], self.keeps_up(metrics)
-            offered = w.offered * w.output_len if w.trace is None else float(f"{w.offered * rate / served:.9g}")
+            # Replicas take turns, and one of them is simulated: its requests' mean length is not that of all.
+            offered = w.offered * self._output_len
             if self.goal == "cost":
                 value = float(f"{value * rate / offered:.9g}") if keeps else value * BEHIND
             else:
                 value = offered if keeps else min(rate, (1 - FALLS_BEHIND) * offered)
         return -value if self.metric in HIGHER else value
+
+    @cached_property
+    def _output_len(self) -> float:
+        """Mean tokens of an answer of the load."""
+        w = self.workload
+        assert isinstance(w, Serve)
+        return fmean(r.output for r in requests(w)) if w.trace else w.output_len
 
     def keeps_up(self, metrics: Mapping[str, float]) -> bool:
         """Whether an engine begins to answer requests as fast as they arrive; one whose load waits for its answers
