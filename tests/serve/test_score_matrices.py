@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.serve.drafts import untrained
 from tests.serve.test_engine import SERVED
 from tests.serving import ask, engine, greedy, model, run
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,6 +74,14 @@ def test_a_drafting_model_computes_score_matrices_too(tmp_path):
     save_checkpoint(made, tmp_path)
     truth = {(k, 0): greedy(made, p, 8) for k, p in PROMPTS.items()}
     assert served(made, f"speculative:draft={tmp_path},tokens=3")[0] == truth
+
+
+@pytest.mark.parametrize("plan", [(), ("-flash_attention",)])
+def test_a_draft_head_attends_as_the_model_does(plan, tmp_path):
+    made = model()
+    untrained(made, tmp_path)
+    eng = engine(made, f"speculative:draft={tmp_path},tokens=3", *plan)
+    assert eng.drafter.propose.runner.layout.fused == eng.runner.layout.fused == (not plan)
 
 
 def test_kernels_over_pages_are_not_looked_for(monkeypatch):

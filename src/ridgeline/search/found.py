@@ -70,11 +70,6 @@ class Tried:
         e = self.experiment
         return e.cluster.label, e.batch_size, e.micro_batch_size, self.calls
 
-    def idles_beside(self, other: Tried) -> bool:
-        """Whether it is the other plan, or the other plan with additional techniques that change nothing."""
-        same = self.rank == other.rank and self.metrics["peak_bytes"] == other.metrics["peak_bytes"]
-        return self.key == other.key or (same and self.key[:3] == other.key[:3] and other.names < self.names)
-
     def is_level_with(self, other: Tried) -> bool:
         """Whether the goal tells no difference, but for doubt: of engines that keep up with a load, when its last
         answer ended is chance (:meth:`Question.rank`)."""
