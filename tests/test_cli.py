@@ -76,6 +76,12 @@ def test_help_names_every_command():
         assert command in done.stdout
 
 
+def test_the_version_is_told(ridgeline):
+    import ridgeline as package
+
+    assert ridgeline("--version")[:2] == (0, f"ridgeline {package.__version__}\n")
+
+
 def test_a_calibration_that_fits_nothing_keeps_no_profile(ridgeline, tmp_path):
     rows, out = tmp_path / "gemm.csv", tmp_path / "device.toml"
     rows.write_text("device,dtype,m,n,k,seconds\na100-80g-sxm,bf16,64,64,64,1e-5\n")

@@ -145,6 +145,47 @@ def test_generate_prints_one_prompt(folder, capsys):
     assert first.strip()
 
 
+def test_generate_has_the_servers_sampling_parameters(folder, tmp_path, capsys):
+    """Each changes what is drawn in its own way."""
+    options = ["--prompt", "Hi", "--max-tokens", 100, "--temperature", 1, "--seed", 3, "--ignore-eos"]
+    outputs = []
+    for more in ([], ["--min-p", 1], ["--presence-penalty", 2], ["--frequency-penalty", 2],
+                 ["--repetition-penalty", 50]):  # fmt: skip
+        run("generate", folder, *options, *more)
+        outputs.append(capsys.readouterr().out)
+    run("generate", folder, *options[:4], "--ignore-eos")
+    assert outputs[1] == capsys.readouterr().out  # only the likeliest token is left
+    assert len(set(outputs)) == len(outputs)
+    with pytest.raises(UserError, match="min_p"):
+        run("generate", folder, *options, "--min-p", 2)
+
+
+def test_generate_keeps_to_a_json_schema(folder, tmp_path, capsys):
+    pytest.importorskip("llguidance")
+    file = tmp_path / "schema.json"
+    options = ["--prompt", "Hi", "--max-tokens", 64, "--json-schema", file]
+    file.write_text('{"type": "object", "properties": {"a": {"enum": [3, 4]}}, "required": ["a"]}')
+    run("generate", folder, *options)
+    assert json.loads(capsys.readouterr().out)["a"] in (3, 4)
+    for text in ("{", "[]", '{"type": "nothing"}'):
+        file.write_text(text)
+        with pytest.raises(UserError, match="schema"):
+            run("generate", folder, *options)
+    file.unlink()
+    with pytest.raises(UserError, match="no file"):
+        run("generate", folder, *options)
+
+
+def test_results_behind_a_link_stay_there(folder, tmp_path):
+    given, out, link = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "link.jsonl"))
+    given.write_text('{"prompt": "a"}')
+    out.write_text('{"id": "1", "error": "too long"}\n')
+    link.symlink_to(out)
+    run("generate", folder, "--input", given, "--out", link, "--max-tokens", 1)
+    assert link.is_symlink()
+    assert "outputs" in records_of(out)["1"]
+
+
 def records_of(file):
     return {r["id"]: r for r in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
 

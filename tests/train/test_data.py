@@ -421,6 +421,9 @@ def test_records_with_a_text_are_documents(tmp_path):
         f.write('{"txt": "no"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:5 is not a JSON record"):
         list(documents(str(file)))
+    file.write_text('{"text": null}\n{"text": "y"}')
+    with pytest.raises(UserError, match=r"a\.jsonl:1 is not a JSON record"):
+        list(documents(str(file)))
 
 
 def test_a_standard_library_that_lies_below_a_test_directory_is_read(tmp_path, monkeypatch):

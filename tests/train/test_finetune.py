@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from ridgeline.cli import app
 from ridgeline.data.examples import find_template, special_tokens
+from ridgeline.data.tokenizer import copy_settings
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.nn.checkpoint.files import read_config
 from ridgeline.serve.build_engine import ends_of
 from ridgeline.spec.errors import UserError
 from ridgeline.train.adapter_folder import attach, load_adapter
@@ -90,6 +92,26 @@ def test_a_merged_model_keeps_its_template_and_its_end(tuned, speaking, tmp_path
     assert find_template(None, str(out)).source == "{{ messages[0].content }}"
     assert ends_of(str(out)) == {0, 7}
     assert not unwritable(out)
+
+
+def test_settings_of_generation_stay_where_another_tokenizer_is_named(tmp_path):
+    """But for token ids, which are of the vocabulary."""
+    model, tokenizer, out = tmp_path / "model", tmp_path / "tokenizer", tmp_path / "out"
+    for folder in (model, tokenizer, out):
+        folder.mkdir()
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 1, "pad_token_id": 2}')
+    (tokenizer / "config.json").write_text('{"eos_token_id": 7, "hidden_size": 64}')
+    for source in (model, tokenizer):
+        copy_settings(source, out)
+    assert json.loads((out / "generation_config.json").read_text()) == {"temperature": 0.6, "eos_token_id": 7}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\0"])
+def test_a_damaged_config_is_told(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    for read in (read_config, lambda folder: ends_of(str(folder))):
+        with pytest.raises(UserError, match=r"config\.json is not"):
+            read(tmp_path)
 
 
 def test_data_that_is_missing_is_found_before_a_directory_is_made(checkpoint, tmp_path):  # noqa: F811

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from ridgeline import __version__
 from ridgeline.cli.completion import clusters, techniques
 from ridgeline.cli.other_options import Commands
 
@@ -26,11 +27,26 @@ T = TypeVar("T", "Experiment", "AblationSpec")
 app = typer.Typer(
     name="ridgeline",
     cls=Commands,
-    help="Predict, run, measure and search LLM optimization techniques: one Plan, one result schema.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ridgeline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Predict, run, measure and search LLM optimization techniques: one Plan, one result schema."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 With = Annotated[

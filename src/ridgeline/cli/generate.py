@@ -28,7 +28,10 @@ from ridgeline.cli.engine_options import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from ridgeline.serve.engine import Engine
+    from ridgeline.serve.grammar import Grammars, Matcher
     from ridgeline.serve.offline import Prompt
 
 
@@ -48,6 +51,11 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability of a token, as a share of the likeliest's.")] = 0.0,
+    presence_penalty: Annotated[float, typer.Option()] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option()] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
+    json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema that every output matches.")] = None,
     n: Annotated[int, typer.Option(min=1, help="Number of outputs per prompt.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string. Repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed of each prompt.")] = 0,
@@ -67,10 +75,10 @@ def generate(
     """Generate for one prompt or a file of prompts. Ctrl-C keeps finished outputs, and the same command resumes."""
     from ridgeline.data.examples import find_template
     from ridgeline.data.tokenizer import load_tokenizer
-    from ridgeline.nn.model.init import DTYPES
     from ridgeline.serve import offline
     from ridgeline.serve.answers import answers
     from ridgeline.serve.detokenize import Vocabulary
+    from ridgeline.serve.grammar import Grammars
     from ridgeline.serve.request import Sampling
     from ridgeline.spec.errors import UserError
     from ridgeline.spec.model import ModelSpec
@@ -92,31 +100,29 @@ def generate(
         return
     if ModelSpec.from_path(checkpoint).is_encoder_decoder:
         given = {"--with": with_, "--stop": stop, "--n": n > 1, "--top-k": top_k, "--top-p": top_p != 1,
+                 "--min-p": min_p, "--presence-penalty": presence_penalty, "--frequency-penalty": frequency_penalty,
+                 "--repetition-penalty": repetition_penalty != 1, "--json-schema": json_schema,
                  "--max-model-len": max_model_len, "--max-num-seqs": max_num_seqs, "--kv-cache": kv_cache,
                  "--max-num-batched-tokens": max_num_batched_tokens, "--device-memory": device_memory,
                  "--host-memory": host_memory, "--disk": disk, "--kernels": kernels}  # fmt: skip
         if engines := ", ".join(name for name, value in given.items() if value):
             raise UserError(f"an encoder-decoder generates without the engine, which has {engines}", "leave it out")
-        if dtype != "auto" and dtype not in DTYPES:
-            raise UserError(f"unknown dtype {dtype!r} in --dtype", f"use auto, {', '.join(DTYPES)}")
-        kind = None if dtype == "auto" else DTYPES[dtype]
         known = load_tokenizer(tokenizer or str(checkpoint))
         with ctrl_c_between_steps() as check:
-            found = answers(checkpoint, left, known, max_tokens, temperature, seed, ignore_eos, kind, check)
-            if out is None:
-                if "error" in (one := next(found)):
-                    raise UserError(one["error"])
-                print(one["outputs"][0]["text"])
-            else:
-                _write(found, out, left, len(prompts))
+            found = answers(checkpoint, left, known, max_tokens, temperature, seed, ignore_eos, _dtype(dtype), check)
+            _write(found, out, left, len(prompts)) if out is not None else _print_answer(next(found))
         return
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, dtype,
                          memory=(device_memory, host_memory, disk), kernels=kernels)  # fmt: skip
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
 
+    schema = None if json_schema is None else _schema(json_schema, Grammars(vocabulary, engine.eos))
+
     def sampling(own: int | None) -> Sampling:
-        return Sampling(max_tokens=own or max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, n=n, seed=seed,
-                        ignore_eos=ignore_eos)  # fmt: skip
+        return Sampling(max_tokens=own or max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+                        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+                        repetition_penalty=repetition_penalty, n=n, seed=seed, ignore_eos=ignore_eos,
+                        grammar=None if schema is None else schema.fresh())  # fmt: skip
 
     stops = tuple(text for text in stop or () if text)
     sampling(None).check(engine.spec.vocab_size)
@@ -129,6 +135,34 @@ def generate(
                 _write(results, out, left, len(prompts))
     finally:
         engine.close()
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    from ridgeline.nn.model.init import DTYPES
+    from ridgeline.spec.errors import UserError
+
+    if name != "auto" and name not in DTYPES:
+        raise UserError(f"unknown dtype {name!r} in --dtype", f"use auto, {', '.join(DTYPES)}")
+    return None if name == "auto" else DTYPES[name]
+
+
+def _print_answer(found: dict[str, Any]) -> None:
+    from ridgeline.spec.errors import UserError
+
+    if "error" in found:
+        raise UserError(found["error"])
+    print(found["outputs"][0]["text"])
+
+
+def _schema(file: Path, grammars: Grammars) -> Matcher:
+    """The compiled JSON schema of a file. Raises :class:`UserError` for a file that has none."""
+    from ridgeline.spec.errors import UserError
+    from ridgeline.spec.json_file import read_json
+
+    fix = "give a file with a JSON schema"
+    if not file.is_file():
+        raise UserError(f"--json-schema: no file {file}", fix)
+    return grammars.compile("json", read_json(file, fix), "--json-schema")
 
 
 def _not_done(prompts: list[Prompt], done: dict[str, str], out: Path | None) -> list[Prompt]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.json_file import read_json
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -197,14 +198,7 @@ def find_template(named: str | None, checkpoint: str | None) -> Template | None:
 
 def tokenizer_config(checkpoint: str | None) -> dict[str, Any]:
     """``tokenizer_config.json`` of a checkpoint directory; empty when there is none."""
-    file = Path(checkpoint) / "tokenizer_config.json" if checkpoint else None
-    if file is None or not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{file} is not JSON: {e}", "download the checkpoint again") from None
-    return found if isinstance(found, dict) else {}
+    return read_json(Path(checkpoint) / "tokenizer_config.json") if checkpoint else {}
 
 
 def special_tokens(checkpoint: str | None) -> dict[str, str]:

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
@@ -91,26 +92,30 @@ def _texts(files: list[Path], root: Path) -> Iterator[str]:
 
 
 def _documents_in(text: str, file: Path) -> Iterator[str]:
-    """The ``text`` of every record of JSON lines, if the first one has it; else the text itself."""
+    """The ``text`` of every record of JSON lines, if the first one is an object with it; else the text itself."""
     lines = text.split("\n") if file.suffix.lower() == ".jsonl" else []
-    if _record(next(filter(str.strip, lines), "")) is None:
+    if "text" not in _object(next(filter(str.strip, lines), "")):
         yield text
         return
     for number, line in enumerate(lines, 1):
         if line.strip():
             found = _record(line)
             if found is None:
-                raise UserError(f"data {file}:{number} is not a JSON record with a text, as the first line is",
+                raise UserError(f"data {file}:{number} is not a JSON record with a text",
                                 "fix the line, or remove it")  # fmt: skip
             yield found
 
 
-def _record(line: str) -> str | None:
+def _object(line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
-        return None
-    text = found.get("text") if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _record(line: str) -> str | None:
+    text = _object(line).get("text")
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None  # no half surrogate pairs
 
 

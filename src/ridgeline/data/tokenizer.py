@@ -9,8 +9,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.json_file import read_json
 
-_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_GENERATION = "generation_config.json"
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -42,15 +44,21 @@ def added_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 def copy_settings(checkpoint: Path, to: Path) -> None:
     """Copy what a checkpoint directory has beside weights and vocabulary: chat template, special tokens, and settings
-    of generation, among them the token that ends it, which ``config.json`` may name instead."""
+    of generation, among them the token that ends it, which ``config.json`` may name instead. Settings of generation
+    that ``to`` has and ``checkpoint`` does not name stay there, but for token ids where it names any."""
     if checkpoint.resolve() == to.resolve():
         return
     for name in _SETTINGS:
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, to / name)  # which can be written again, unlike some checkpoints
-    config = checkpoint / "config.json"
-    if config.is_file() and not (checkpoint / "generation_config.json").is_file():
-        named = json.loads(config.read_text(encoding="utf-8"))
-        ends = {name: named[name] for name in _ENDS if named.get(name) is not None}
-        if ends:
-            (to / "generation_config.json").write_text(json.dumps(ends, indent=2), encoding="utf-8")
+    source, target = checkpoint / _GENERATION, to / _GENERATION
+    if source.is_file() and not target.is_file():
+        shutil.copyfile(source, target)
+        return
+    config = read_json(checkpoint / "config.json")
+    found = read_json(source) or {name: config[name] for name in _ENDS if config.get(name) is not None}
+    if found:
+        kept = read_json(target)
+        if any(name.endswith("_token_id") for name in found):
+            kept = {name: value for name, value in kept.items() if not name.endswith("_token_id")}
+        target.write_text(json.dumps(kept | found, indent=2), encoding="utf-8")

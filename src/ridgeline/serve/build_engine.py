@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -44,6 +43,7 @@ from ridgeline.serve.transfer.layout import fingerprint
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.json_file import read_json
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import context
@@ -242,9 +242,7 @@ def _looked_up(seq: Row, longest: int, most: int) -> list[int]:
 def ends_of(checkpoint: str | None) -> frozenset[int]:
     """The end-of-sequence tokens that a checkpoint's ``generation_config.json`` or ``config.json`` names."""
     for name in ("generation_config.json", "config.json"):
-        file = Path(checkpoint or "", name)
-        if checkpoint and file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            if found is not None:
-                return frozenset(found if isinstance(found, list) else [found])
+        found = read_json(Path(checkpoint, name)).get("eos_token_id") if checkpoint else None
+        if found is not None:
+            return frozenset(found if isinstance(found, list) else [found])
     return frozenset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -11,6 +10,7 @@ from ridgeline.serve.call_formats import CHANNELS, FORMATS
 from ridgeline.serve.reasoning import CHANNEL_REASONING, PARSERS
 from ridgeline.serve.request import Invalid, Pooling, Sampling
 from ridgeline.spec.errors import UserError, unknown
+from ridgeline.spec.json_file import read_json
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What vLLM takes from ``generation_config.json`` too, beside ``max_new_tokens``."""
@@ -123,16 +123,3 @@ def prompts_of(checkpoint: Path) -> dict[str, str]:
     """What goes before a text of each kind, as sentence-transformers reads it of the checkpoint."""
     found = read_json(checkpoint / "config_sentence_transformers.json").get("prompts") or {}
     return {str(name): str(text) for name, text in found.items()} if isinstance(found, dict) else {}
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file; empty without one. Raises :class:`UserError` for anything else."""
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{file} is not JSON: {e}", "download the checkpoint again") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file} is not a JSON object", "download the checkpoint again")
-    return found

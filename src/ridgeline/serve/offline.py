@@ -103,9 +103,10 @@ def drop_failures(out: Path, ids: Collection[str]) -> None:
     lines = out.read_bytes().splitlines(keepends=True) if out.is_file() else []
     again = [bool(line.strip()) and "error" in (r := json.loads(line)) and str(r["id"]) in ids for line in lines]
     if any(again):
-        draft = out.with_name(f".{out.name}.new")
+        file = out.resolve()  # of a link the file that it points to
+        draft = file.with_name(f".{file.name}.new")
         draft.write_bytes(b"".join(line for line, dropped in zip(lines, again, strict=True) if not dropped))
-        os.replace(draft, out)
+        os.replace(draft, file)
 
 
 _FIRST = b'{"id": "'

@@ -23,7 +23,6 @@ from ridgeline.serve.checkpoint_settings import (
     dimensions_of,
     pooling_of,
     prompts_of,
-    read_json,
     sampling_defaults,
     writes_channels,
 )
@@ -36,6 +35,7 @@ from ridgeline.serve.queue_limits import QueueLimits
 from ridgeline.serve.remote_engine import ProcessLoop, RemoteEngine
 from ridgeline.serve.service import Labels, Service
 from ridgeline.serve.transfer.tls import Tls
+from ridgeline.spec.json_file import read_json
 
 if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine

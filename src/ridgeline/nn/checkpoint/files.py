@@ -18,6 +18,7 @@ from ridgeline.nn.quant import mxfp4
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed import Packed, Stored
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.json_file import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -33,10 +34,9 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """``config.json`` of the directory ``path``; empty where there is none."""
-    file = path / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return config if isinstance(config, dict) else {}
+    """``config.json`` of the directory ``path``; empty where there is none. Raises :class:`UserError` for a damaged
+    one."""
+    return read_json(path / "config.json")
 
 
 def config_dtype(path: Path) -> torch.dtype:

@@ -21,6 +21,7 @@ from ridgeline.nn.checkpoint.files import write_tensors
 from ridgeline.nn.checkpoint.hf_names import links, spellings
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.families.family import Part
+from ridgeline.spec.json_file import read_json
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.targets import linears, shortest
 
@@ -290,12 +291,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     file = folder / CONFIG
     if not file.is_file():
         raise UserError(f"no {CONFIG} in {folder}", "give the folder of an adapter")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{file} is not valid JSON: {e}", "save the adapter again") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{file} does not hold a JSON object", "save the adapter again")
+    config = read_json(file, "save the adapter again")
     if not (folder / TENSORS).is_file():
         raise UserError(f"no {TENSORS} in {folder}", "only safetensors are read: save the adapter in that format")
     try:

@@ -181,7 +181,7 @@ def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterat
     missing = sorted({*default_plan("serve")} - {t.card.name for t in usual})
     if engine.name == PLANNED and missing:
         yield (f"no engine is named, so requests are served as the plan says, without {', '.join(missing)}: name an"
-               " engine, or add them")  # fmt: skip
+               f" engine, or add {'it' if len(missing) == 1 else 'them'}")  # fmt: skip
     if engine.name == OWN and not usual:
         yield f"without {', '.join(missing)}, which `ridgeline serve` has by default: add them to predict that"
     elif not engine.flash and engine.name != PLANNED and not any("fused_attention" in t.parts for t in techniques):

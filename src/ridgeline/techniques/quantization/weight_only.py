@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -13,6 +12,7 @@ from ridgeline.graph.graph import Block, Graph, Op, Param, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.json_file import read_json
 from ridgeline.spec.lowbit import bits_per_weight, checkpoint_bytes, held_bytes, striped
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Metric, Result
@@ -199,10 +199,9 @@ def _is_coded(name: str) -> bool:
 
 def _checkpoint_dtype(e: Experiment) -> str:
     w = e.workload
-    file = Path(getattr(w, "checkpoint", None) or "") / "config.json"
-    if not file.is_file():
+    config = read_json(Path(getattr(w, "checkpoint", None) or "") / "config.json")
+    if not config:
         return e.dtype
-    config = json.loads(file.read_text(encoding="utf-8"))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(dtype, "fp32")
 
