@@ -212,6 +212,17 @@ def test_cells_of_a_draft_model_that_changed_are_others(tmp_path):
     assert cell_key(e) != first
 
 
+def test_cells_of_a_profile_that_changed_are_others(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one")
+    call = Call(name="hot_neurons", options={"profile": str(text)})
+    model, cluster = catalog.model("llama2-7b"), catalog.cluster("h100-sxm")
+    e = Experiment(model=model, cluster=cluster, workload=Generate(), plan=Plan(calls=(call,)))
+    first = cell_key(e)
+    text.write_text("one, two")
+    assert cell_key(e) != first
+
+
 def test_cells_of_data_that_changed_are_others(spec, corpus, tmp_path):
     """Also cells without memory, of the process that would have recorded it."""
     data = tmp_path / "own.txt"

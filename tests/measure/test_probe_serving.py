@@ -1,7 +1,10 @@
 """From what the probe measures of serving to what the predictor adds: known costs are found again."""
 
+import json
+
 import pytest
 
+from ridgeline.measure.probing import probe as probing
 from ridgeline.measure.probing.probe import (
     DECODE_REFERENCE,
     NARROW_STEPS,
@@ -196,3 +199,28 @@ def test_an_operator_in_codes_reads_less_and_costs_more(machine):
         return predict(e.model_copy(update={"plan": Plan.parse([*SERVED, *plan])})).metrics["tpot_s"].value
 
     assert tpot("kv_quant:dtype=int8") > tpot()
+
+
+def test_an_interrupted_probe_goes_on(monkeypatch, tmp_path):
+    """The part that was done is taken, the interrupted one measured; afterwards nothing is kept."""
+    monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path))
+    monkeypatch.setattr(probing, "cores", lambda: 2)
+    monkeypatch.setattr(probing, "device_of", lambda found: bare().model_copy(update={"title": json.dumps(found)}))
+    asked = []
+
+    def run_job(job, watch, timeout):
+        asked.append(job.ranks)
+        if asked == [1, 2]:
+            raise KeyboardInterrupt
+        return {"kind": "cpu", "ranks": job.ranks, "rate": 1e-6}
+
+    monkeypatch.setattr(probing, "run_job", run_job)
+    with pytest.raises(KeyboardInterrupt):
+        probing.probe(inference=False)
+    device, _ = probing.probe(inference=False)
+    assert asked == [1, 2, 2]
+    assert json.loads(device.title) == {str(n): {"kind": "cpu", "ranks": n, "rate": 1e-6} for n in (1, 2)}
+    probing.probe(inference=False)
+    assert asked == [1, 2, 2, 1, 2]
+    probing.probe(max_ranks=1, quick=True, inference=False)
+    assert asked[5:] == [1]

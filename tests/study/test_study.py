@@ -213,6 +213,18 @@ def test_a_finding_of_no_cell_or_of_many_is_a_mistake(file):
             study_run.check(wrong, cells)
 
 
+def test_a_metric_that_does_not_exist_is_a_mistake(file, tmp_path):
+    study = load_study(file)
+    table, finding = study.tables[0], study.findings[0]
+    wrong = table.model_copy(update={"show": ["tokens_per_sec"]})
+    for changed in (
+        study.model_copy(update={"tables": [wrong, *study.tables[1:]]}),
+        study.model_copy(update={"findings": [finding.model_copy(update={"metric": "tokens_per_sec"})]}),
+    ):
+        with pytest.raises(UserError, match=r"unknown metric 'tokens_per_sec'[\s\S]*'tokens_per_s'"):
+            run_study(changed, tmp_path, workers=1)
+
+
 def test_processes_give_what_one_gives(file, found):
     again = run_study(load_study(file), file.parent, workers=2)
     assert again.cells == found.cells

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -24,9 +25,10 @@ from ridgeline.measure.bench import USED, merge_generation, with_device_use
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.merge import merge
 from ridgeline.predict import predict
+from ridgeline.report.definitions import define
 from ridgeline.report.dissection import parts_of
 from ridgeline.report.files import write_atomic
-from ridgeline.spec.errors import UserError
+from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.study import Axis, Study, StudyCell, StudyFinding, StudyTable, Verdict
@@ -37,6 +39,8 @@ from ridgeline.techniques.registry import brief, registry
 from ridgeline.validate.systems import reproduce
 
 Done = Callable[[str], None]
+_OWN = ("fits", "scaling_efficiency", "over_reported")
+"""Metrics that are made of several cells, or of a reported one."""
 TIMEOUT = 600.0
 """Seconds of one measured cell."""
 
@@ -59,6 +63,7 @@ def run_study(
         study = scale.study(study)
     todo = [PlannedCell(table, axes) for table in study.tables for axes in study.cells(table)]
     cells = _predicted(study, todo, workers, scale, done)
+    _require_metrics(study, cells)
     if scale is not None:
         _measure(study, todo, cells, scale, folder, done)
     _add_efficiency(cells)
@@ -85,6 +90,18 @@ def _layout(t: TableFile) -> StudyTable:
         name=t.name, title=t.title or t.name, rows=t.rows, columns=t.columns, pages=t.pages, show=t.show, parts=t.parts,
         cdf=t.cdf, beyond_memory=t.beyond_memory, claims=t.claims, note=t.note,
     )  # fmt: skip
+
+
+def _require_metrics(study: StudyFile, cells: list[StudyCell]) -> None:
+    """Raise :class:`UserError` for a metric that does not exist: one without a definition, which no cell has."""
+    for t in study.tables:
+        found = {name for c in cells if c.table == t.name for name in c.predicted}
+        asked = [] if t.parts or not found else list(t.show)
+        asked += [f.metric for f in study.findings if any(p["table"] == t.name for p in places(f.of) + places(f.over))]
+        for name in asked:
+            exists = name in found or name in _OWN or name.startswith("parts:")
+            if not exists and not define(re.sub(r"_(p\d+|mean)_", "_", name)):
+                raise unknown("metric", name, found, f"the study's table {t.name!r}")
 
 
 def _add_efficiency(cells: list[StudyCell]) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
+import shutil
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -11,14 +17,17 @@ from typing import Any
 from ridgeline import catalog
 from ridgeline.jobs.job import LaunchJob, ProbeOptions
 from ridgeline.jobs.launch import JobFailed, run_job
-from ridgeline.measure.environment import cores, cpu_model
+from ridgeline.measure.environment import cores, cpu_model, fingerprint
+from ridgeline.paths import cache_dir
 from ridgeline.predict import predict
 from ridgeline.predict.calibrate import calibrate
 from ridgeline.predict.serving.engine_costs import own_engine
 from ridgeline.predict.serving.iteration_time import Iterations
+from ridgeline.report.files import write_atomic
 from ridgeline.spec.device import PROMPT_ROWS, STEP_ROWS, Cluster, Device, Link, Rate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.json_file import read_json
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate, Pretrain, Serve
@@ -31,8 +40,9 @@ def probe(
 ) -> tuple[Device, Path]:
     """Measure with 1 … ``max_ranks`` processes sharing the machine (powers of two); returns the device and its file.
 
-    ``inference``: also what generating and serving need; without, the device is ``training_only``. Raises
-    :class:`UserError` when a measurement cannot run.
+    ``inference``: also what generating and serving need; without, the device is ``training_only``. Parts that an
+    interrupted probe finished within the last hour are not measured again. Raises :class:`UserError` when a
+    measurement cannot run.
     """
     say = progress or (lambda _: None)
     found: dict[int, dict[str, Any]] = {}
@@ -46,7 +56,18 @@ def probe(
     if found[1]["kind"] == "cpu" and inference:
         found[1] |= _run(ProbeOptions(quick=quick, serving=True), 1, "serving", say)
     device = device_of(found)
-    return device, catalog.save_device(device, "probe")
+    file = catalog.save_device(device, "probe")
+    shutil.rmtree(_parts(), ignore_errors=True)
+    return device, file
+
+
+KEPT = 3600.0
+"""Seconds for which a finished part of an interrupted probe is still taken as the machine's state."""
+
+
+def _parts() -> Path:
+    """Where the finished parts of a probe lie until it is done."""
+    return cache_dir() / "probe"
 
 
 def _run(options: ProbeOptions, ranks: int, name: str, say: Callable[[str], None]) -> dict[str, Any]:
@@ -55,10 +76,17 @@ def _run(options: ProbeOptions, ranks: int, name: str, say: Callable[[str], None
     def watch(message: dict[str, Any]) -> None:
         say(f"{name}: {message.get('stage', '')}")
 
+    of = [asdict(options), ranks, fingerprint(), os.environ.get("OMP_NUM_THREADS")]
+    part = _parts() / f"{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.json"
+    if part.is_file() and time.time() - part.stat().st_mtime < KEPT:
+        say(f"{name}: measured before")
+        return dict(read_json(part))
     try:
-        return run_job(LaunchJob("probe", None, options, ranks=ranks), watch, timeout=1200)
+        found = run_job(LaunchJob("probe", None, options, ranks=ranks), watch, timeout=1200)
     except JobFailed as failure:
         raise UserError(f"the probe with {ranks} processes failed: {failure.reason}", failure.log) from None
+    write_atomic(part, json.dumps(found))
+    return found
 
 
 BLANK = Device(name="local", kind="cpu", peak_flops={"fp32": 1.0}, memory_bytes=1.0, memory_bandwidth=1.0)

@@ -4,10 +4,12 @@ to be active."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from ridgeline.data.text import paths_of
 from ridgeline.graph.graph import Block, Graph, Op, Param, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.errors import UserError
@@ -69,6 +71,10 @@ class HotNeurons(Technique):
     """Largest number of tokens for which neurons are predicted: more of them need nearly all."""
     active: float = Field(default=0.1, gt=0, le=1)
     """Fraction of neurons that a token activates, for predictions (the paper: less than a tenth in OPT-30B)."""
+
+    def reads(self) -> tuple[Path, ...]:
+        """The profile's text."""
+        return () if self.profile is None else tuple(paths_of(self.profile))
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
