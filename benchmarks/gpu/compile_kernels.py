@@ -276,7 +276,7 @@ SERVED_WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128
 
 
 def skinny_products() -> Iterator[Case]:
-    """Products of a few rows on Hopper, of codes with codes, which heads are not stored in."""
+    """Products of a few rows on Hopper, in 16 bits and of codes with codes, which heads are not stored in."""
     for rows, (out, width) in product((16, 64, 128), SERVED_WEIGHTS):
         quick = (out, width) == (4096, 14336)
 
@@ -286,8 +286,12 @@ def skinny_products() -> Iterator[Case]:
                 e(out, dtype=I32), BF16,
             )  # fmt: skip
 
+        def dense(rows=rows, out=out, width=width):
+            skinny.product_of_rows(e(rows, width, dtype=BF16), e(out, width, dtype=BF16), e(out, dtype=I32))
+
         if out < 128256:
             yield Case(f"skinny e4m3 rows={rows} {out}x{width}", coded, quick)
+        yield Case(f"skinny bf16 rows={rows} {out}x{width}", dense, quick)
 
 
 PAGED = (

@@ -164,9 +164,9 @@ def test_a_few_rows_are_multiplied_by_four_warps_at_a_time(hopper):
     a time, in so many blocks that a processor's share of the bandwidth, 25 GB/s, finds what it brings in 1.2 us under
     way."""
     found = {r["case"]: r for r in hopper if r["kernel"] == "_product_of_rows"}
-    rows = [16, 64, 128]
-    assert list(found) == [f"skinny e4m3 rows={m} 4096x14336" for m in rows]
-    for m, r in zip(rows, found.values(), strict=True):
+    cases = [(m, kind) for m in (16, 64, 128) for kind in ("e4m3", "bf16")]
+    assert list(found) == [f"skinny {kind} rows={m} 4096x14336" for m, kind in cases]
+    for (m, _), r in zip(cases, found.values(), strict=True):
         how = next(h for h in LAUNCHES if m <= h.rows)
         block = how.outputs * how.bytes
         assert r["tensor"] == block // how.warps * 4 // (64 * 32)  # 64 outputs and 32 bytes of each

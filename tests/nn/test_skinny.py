@@ -57,6 +57,21 @@ def test_codes_are_multiplied_as_they_are(dtype, m, n, k, split):
     assert not given[4].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k"), [(2, 64, 1024), (9, 70, 264), (16, 129, 8), (33, 130, 136), (64, 128, 128),
+                                           (128, 65, 200)])  # fmt: skip
+@pytest.mark.parametrize("split", [False, True])
+def test_products_in_16_bits(dtype, m, n, k, split):
+    x, w, bias = operands(m, n, k, dtype)
+    arrived = counters(n, x.device)
+    given = x, w, arrived, bias if split else None, launch(m, split)
+    got = skinny.product_of_rows(*given)
+    assert (got.shape, got.dtype) == ((m, n), dtype)
+    assert near(got, x.double(), w.double(), bias.double() if split else bias.double() * 0)
+    assert torch.equal(got, skinny.product_of_rows(*given))
+    assert not arrived.any()
+
+
 def product(x, x_scales, w, scales, bias, how=None):
     return skinny.product_of_coded_rows(x, x_scales, w, scales, counters(len(w), x.device), torch.bfloat16, bias, how)
 

@@ -115,10 +115,11 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
         moved = (8.0 if rowwise else 6.0) * rows * width
         label = f"fp8 codes, also transposed{', by rows' if rowwise else ''}, {rows}x{width}"
         found.append((label, _op("cast", moved, "bf16"), partial(_float8, setting, rows, width, rowwise)))
-    for out, width in ((28672, 4096), (4096, 14336)):
-        op = Op("product", "", "gemm", flops=2.0 * out * width, bytes=2.0 * (out * width + width + out), dtype="bf16",
-                shape=(1, out, width))  # fmt: skip
-        found.append((f"product of 1 row, {out}x{width} bf16", op, partial(_row, setting, out, width)))
+    for m, (out, width) in product((1, 8, 64), ((28672, 4096), (4096, 14336), (6144, 4096), (16384, 2048))):
+        op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=2.0 * (out * width + m * width + m * out),
+                dtype="bf16", shape=(m, out, width))  # fmt: skip
+        found.append((f"product of {m} row{'s' * (m > 1)}, {out}x{width} bf16", op,
+                      partial(_rows, setting, m, out, width)))  # fmt: skip
     for m, (out, width) in product((2, 8, 16, 64), ((28672, 4096), (4096, 14336))):
         op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=out * width + 2.0 * m * (width + out),
                 dtype="bf16", shape=(m, out, width), weight_dtype="fp8", kernel=_kernel("fp8", m))  # fmt: skip
@@ -284,11 +285,15 @@ def _codes(setting: Setting, rows: int, out: int, width: int, bits: int, dtype: 
                  lambda: F.linear(x.float(), dense), others)  # fmt: skip
 
 
-def _row(setting: Setting, out: int, width: int) -> Calls:
+def _rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
+    """Ours beside PyTorch's. The kernel for several rows is Hopper's."""
+    from ridgeline.nn.kernels.skinny import product_of_rows
+
     weights = [_randn(setting, out, width, dtype=torch.bfloat16) for _ in range(_copies(2.0 * out * width))]
-    x = _randn(setting, 1, width, dtype=torch.bfloat16)
-    return Calls([partial(served_linear, x, w) for w in weights], [partial(F.linear, x, w) for w in weights],
-                 lambda: F.linear(x.float(), weights[0].float()))  # fmt: skip
+    x = _randn(setting, rows, width, dtype=torch.bfloat16)
+    arrived = counters(out, x.device)
+    ours = [partial(served_linear, x, w) if rows == 1 else partial(product_of_rows, x, w, arrived) for w in weights]
+    return Calls(ours, [partial(F.linear, x, w) for w in weights], lambda: F.linear(x.float(), weights[0].float()))
 
 
 def _float8_rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
