@@ -57,9 +57,11 @@ def test_ternary_words_come_back():
 def test_config_says_which_dictionary_and_is_refused_with_another():
     record = Ternary.encode(torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(2), torch.zeros(2))
     config = Ridgeline().config({"a": record, "b": packed(2, 8, 4, 8, True, 0)}, ["lm_head"], {})
-    assert config["quant_method"] == "ridgeline"
+    assert config["method"] == "ridgeline"
     assert config["modules"] == {"4-bit": 1, "ternary": 1}
     assert isinstance(reader(config), Ridgeline)
+    assert isinstance(reader({**config, "quant_method": config.pop("method")}), Ridgeline)  # as it was written before
+    config["method"] = "ridgeline"
     with pytest.raises(UserError, match="dictionary"):
         reader({**config, "dictionary": {"words": 16}})
     with pytest.raises(UserError, match="version 2"):
@@ -80,3 +82,15 @@ def test_quantized_inputs_come_back():
     codes = {"m": InputCode(8, 0.1, 6.0), "n": InputCode(4)}
     form = reader(json.loads(json.dumps(Ridgeline().config({"m": packed(2, 8, 4, 8, True, 0)}, [], codes))))
     assert {name: form.input(name, {}.get) for name in ("m", "n", "o")} == {**codes, "o": None}
+
+
+def test_transformers_refuses_what_it_would_read_as_random_weights(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    quantized = {"quantization_config": Ridgeline().config({"m": packed(2, 8, 4, 8, True, 0)}, [], {})}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantized))
+    with pytest.raises(ValueError, match="quant_method"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -59,9 +59,9 @@ def _product_of_rows(x, w, x_scales, scales, bias, y, partial, arrived, m, n, pa
                      NATIVE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
                      EACH: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
                      EARLY: tl.constexpr = False):  # fmt: skip
-    """``CODED``: operands are codes, to be multiplied by ``x_scales`` [m] and ``scales`` [n]. ``parts``: of ``EACH`` inputs.
-    ``per_split``: blocks of inputs of a program. ``EVEN``: no block of inputs reaches over the edge. ``NATIVE``: the
-    interpreter has no products of less than 32 bits."""
+    """``CODED``: operands are codes, to be multiplied by ``x_scales`` [m] and ``scales`` [n]. ``parts``: of ``EACH``
+    inputs. ``per_split``: blocks of inputs of a program. ``EVEN``: no block of inputs reaches over the edge.
+    ``NATIVE``: the interpreter has no products of less than 32 bits."""
     k = parts * EACH  # by which the compiler knows how rows are aligned
     of = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     from_row = w + tl.minimum(of, n - 1).to(tl.int64)[:, None] * k

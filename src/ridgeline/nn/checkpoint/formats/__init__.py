@@ -68,7 +68,7 @@ def reader(config: dict[str, Any] | None) -> Format | None:
     """
     if not config:
         return None
-    method = str(config.get("quant_method", ""))
+    method = str(config.get("quant_method") or config.get("method", ""))
     if method == "mxfp4" or (method == "fp8" and config.get("weight_block_size")):
         return None  # blocks beside dense tensors, which are expanded as they are read
     for kind in formats().values():

@@ -97,10 +97,14 @@ class Ridgeline:
         return self._inputs.get(module)
 
     def config(self, layers: Mapping[str, Stored], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """How many modules are stored in which way; the tensors themselves carry the details."""
+        """How many modules are stored in which way; the tensors themselves carry the details.
+
+        No ``quant_method``: with one that it does not know, transformers warns and goes on with random weights; without
+        one it refuses.
+        """
         names = {Ternary: "ternary", Sparse: "bitmask"}
         kinds = Counter(f"{la.bits}-bit" if isinstance(la, Packed) else names[type(la)] for la in layers.values())
-        config: dict[str, Any] = {"quant_method": self.name, "version": VERSION, "modules": dict(sorted(kinds.items())),
+        config: dict[str, Any] = {"method": self.name, "version": VERSION, "modules": dict(sorted(kinds.items())),
                                   "ignore": dense}  # fmt: skip
         if "ternary" in kinds:
             config["dictionary"] = _dictionary()
