@@ -73,6 +73,28 @@ def test_a_short_trace_at_a_rate_is_judged_by_its_own_requests(tmp_path):
         assert question("1xa800-80g", **load | {"rate": rate}).keeps_up(metrics) == keeps_up
 
 
+def test_requests_that_arrive_at_once_are_ranked_by_how_fast_they_are_answered(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 5, "input_length": 2000, "output_length": 200}\n' * 20)
+    q = question("1xa800-80g", "throughput", trace=str(trace), rate=None, requests=None)
+    metrics = {"requests_per_s": 3.0, "tokens_per_s": 600.0}
+    assert q.offered is None
+    assert q.keeps_up(metrics)
+    assert q.rank(metrics) == -600
+
+
+@pytest.mark.parametrize(("apart", "keeps_up"), [(2000, True), (300, False)])
+def test_a_trace_has_a_rate_of_its_own(tmp_path, apart, keeps_up):
+    trace = tmp_path / "trace.jsonl"
+    lines = [f'{{"timestamp": {apart * i}, "input_length": 2000, "output_length": 200}}\n' for i in range(100)]
+    trace.write_text("".join(lines))
+    q = question("1xa800-80g", trace=str(trace), rate=None, requests=None)
+    answer = search(q, workers=1)
+    assert q.offered == pytest.approx(1000 / apart)
+    assert q.keeps_up(answer.best[0].metrics) == keeps_up
+    assert any("does not keep up" in note for note in answer_tables(answer)[0].notes) != keeps_up
+
+
 def test_why_a_technique_is_out_is_no_factor_of_the_rank():
     """What does not keep up is not a thousand times as expensive."""
     e = experiments.make("llama2-13b", "2xa800-80g", {**LOAD, "rate": 3.0}, [])

@@ -53,7 +53,7 @@ def answer_tables(a: Answer) -> list[Table]:
         needed = unknown_host(t.metrics.get("host_bytes", 0.0), t.experiment.cluster)
         tables[0].notes += [f"plan {plan}: {note}" for note in needed]
         if isinstance(q.workload, Serve) and not q.keeps_up(t.metrics):
-            rates = f"{metric(t.metrics['requests_per_s'], '')} of {q.workload.offered:g} requests/s"
+            rates = f"{metric(t.metrics['requests_per_s'], '')} of {q.offered:g} requests/s"
             tables[0].notes.append(f"plan {plan} does not keep up with the arrivals: it answers {rates}")
     if a.best and a.best[0].over > TIGHT:
         tables[0].notes.append(

@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean
 
 from ridgeline.catalog import published_format
-from ridgeline.predict.serving.arrivals import REQUESTS, requests
+from ridgeline.predict.serving.arrivals import REQUESTS, arrival_rate, requests
 from ridgeline.predict.serving.simulate import check_decodes
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError, unknown
@@ -189,16 +189,27 @@ class Question:
         the load's, and by its price on as many devices equal cost: when the last answer ends is chance. Those that do
         not are cheap, as they never idle, and no answer to the question: they come behind."""
         value = metrics[self.metric]
-        w, served = self.workload, metrics.get("requests_per_s")
-        if isinstance(w, Serve) and w.offered and served and (self.metric == "tokens_per_s" or self.goal == "cost"):
+        served = metrics.get("requests_per_s")
+        if served and self.offered and (self.metric == "tokens_per_s" or self.goal == "cost"):
             rate, keeps = metrics["tokens_per_s"], self.keeps_up(metrics)
             # Replicas take turns, and one of them is simulated: its requests' mean length is not that of all.
-            offered = w.offered * self._output_len
+            offered = self.offered * self._output_len
             if self.goal == "cost":
                 value = float(f"{value * rate / offered:.9g}") if keeps else value * BEHIND
             else:
                 value = offered if keeps else min(rate, (1 - FALLS_BEHIND) * offered)
         return -value if self.metric in HIGHER else value
+
+    @cached_property
+    def offered(self) -> float | None:
+        """Requests of the load per second, whatever an engine does; None: it waits for answers, or is no serving."""
+        w = self.workload
+        if not isinstance(w, Serve):
+            return None
+        if not w.trace or w.rate is not None:
+            return w.offered
+        found = requests(w)
+        return arrival_rate(found) if found[-1].arrival > 0 else None  # all at once: no rate
 
     @cached_property
     def _output_len(self) -> float:
@@ -210,8 +221,8 @@ class Question:
     def keeps_up(self, metrics: Mapping[str, float]) -> bool:
         """Whether an engine begins to answer requests as fast as they arrive; one whose load waits for its answers
         always does."""
-        w, served = self.workload, metrics.get("requests_per_s")
-        if not (isinstance(w, Serve) and w.offered and served):
+        w = self.workload
+        if not (isinstance(w, Serve) and self.offered and metrics.get("requests_per_s")):
             return True
         # What waits at two times differs by chance, by no more than a few of the requests' square root.
         chance = 2 / math.sqrt(w.requests or REQUESTS)

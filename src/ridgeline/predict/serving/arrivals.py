@@ -37,7 +37,7 @@ def requests(w: Serve) -> list[Arrival]:
     rng = random.Random(w.seed)
     if w.trace:
         found = read_trace(Path(w.trace), w.requests)
-        scale = 1.0 if w.rate is None else _rate(found) / w.rate  # a given rate rescales the trace
+        scale = 1.0 if w.rate is None else arrival_rate(found) / w.rate  # a given rate rescales the trace
         return [Arrival(r.arrival * scale, r.prompt, r.output) for r in found]
     count = w.requests or REQUESTS
     if w.concurrency is not None:
@@ -121,7 +121,8 @@ def _lengths(w: Serve, rng: random.Random) -> tuple[int, int]:
     return draw(w.prompt_len, w.length_cv), draw(w.output_len, w.length_cv if w.output_cv is None else w.output_cv)
 
 
-def _rate(found: list[Arrival]) -> float:
+def arrival_rate(found: list[Arrival]) -> float:
+    """Requests per second; 1 of those that arrive at once."""
     span = found[-1].arrival - found[0].arrival
     return (len(found) - 1) / span if span > 0 else 1.0
 
