@@ -137,7 +137,7 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
         technique.scheduling(run)
         technique.serve(run)
     if run.memory is None:
-        fuse_served(model)
+        fuse_served(model, run.kernels)
     return run
 
 
@@ -221,7 +221,7 @@ def _drafting(run: ServeBuild, drafts: Drafts, longest: int, runner: Runner, tab
                               min(drafts.nodes, most - 1), most)  # fmt: skip
         return Drafting(drafter, drafts.tokens, drafts.head)
     if drafts.model is not None:
-        fuse_served(drafts.model)
+        fuse_served(drafts.model, run.kernels)
         drafts.model.set_attention(run.model.backend)
         blocks = run.draft_blocks(longest, table.count)
         longest = min(longest, drafts.model.spec.max_positions)

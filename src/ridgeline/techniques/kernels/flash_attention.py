@@ -14,6 +14,7 @@ from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
     from ridgeline.runtime.build import Build
+    from ridgeline.runtime.serve_build import ServeBuild
     from ridgeline.spec.scheduling import Scheduling
 
 
@@ -122,6 +123,10 @@ class FlashAttention(Technique):
     def scheduling(self, s: Scheduling) -> None:
         """A serving engine keeps no memory for score matrices."""
         s.flash = True
+
+    def serve(self, run: ServeBuild) -> None:
+        """Switch the model's attention backend."""
+        self.apply(run)
 
     def apply(self, run: Build) -> None:
         """Switch the model's attention backend."""
