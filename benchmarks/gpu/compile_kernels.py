@@ -260,6 +260,15 @@ def products() -> Iterator[Case]:
             )  # fmt: skip
 
         yield Case(f"experts {kind} rows={4 * tokens} of 128", experts, (tokens, kind) == (64, "mxfp4"))
+    for tokens in (1, 8, 32):  # Mixtral 8x7B, two experts a token
+
+        def eight(rows=2 * tokens, out=28672, width=4096, count=8):
+            grouped_codes.grouped_float8_product(
+                e(rows, width), e(9, dtype=I32), count, e(count * out, width, dtype=E4M3), e(count * out, 1, dtype=F32),
+                e(count * out, dtype=I32),
+            )  # fmt: skip
+
+        yield Case(f"experts fp8 rows={2 * tokens} of 8", eight, tokens == 8)
     for lines, out, width, dtype in ((1, 4096, 4096, BF16), (4, 14336, 4096, BF16)):
 
         def ternary(lines=lines, out=out, width=width, dtype=dtype):

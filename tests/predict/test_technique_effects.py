@@ -345,9 +345,9 @@ def test_score_matrices_of_padded_prompts_are_there_together():
     assert 6 * lost(1025) < lost(8 * 1025) < 9 * lost(1025)
 
 
-def test_score_matrices_take_room_of_our_own_cache_where_it_is_a_share():
+def test_score_matrices_take_room_of_our_own_cache_unless_its_size_is_given():
     fields = {"engine": "ridgeline", "prompt_len": 3900, "output_len": 65, "max_num_batched_tokens": 4096}
-    for share, less in (({"kv_cache_share": 0.5}, True), ({"kv_cache_bytes": 8_000_000_000}, False)):
+    for share, less in (({}, True), ({"kv_cache_share": 0.5}, True), ({"kv_cache_bytes": 8_000_000_000}, False)):
         plain, fused = (metrics(["padding_free", *plan], **fields, **share)[0]["kv_cache_tokens"]
                         for plan in ([], ["flash_attention"]))  # fmt: skip
         assert (plain < fused) == less

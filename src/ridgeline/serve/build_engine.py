@@ -52,8 +52,6 @@ from ridgeline.techniques.registry import default_plan, make, mesh_axes, require
 
 DEFAULT_PLAN = default_plan("serve")
 """Techniques that ``ridgeline serve`` enables by default."""
-DRAFTED = 16
-"""Sequences of full length that a drafting model's cache has room for."""
 
 
 def make_engine(e: Experiment, device: torch.device, model: Transformer | None = None) -> Engine:
@@ -69,7 +67,8 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     each = run.block_bytes(e.model, len(run.model.layers), run.kv_heads, width)
     blocks, longest = 0, context(e.model, w)
     if e.model.causal:
-        blocks, longest = run.pool(e.model, w, each, _free(run), "gpu" if run.device.type == "cuda" else "cpu")
+        kind = "gpu" if run.device.type == "cuda" else "cpu"
+        blocks, longest = run.pool(e.model, w, each, _free(run), kind, width, e.parallel.get("tp", 1))
     runner = _runner(run, blocks)
     run.kernels.require_used()
     run.note_products()
@@ -138,7 +137,7 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
         technique.scheduling(run)
         technique.serve(run)
     if run.memory is None:
-        fuse_served(model)
+        fuse_served(model, run.kernels)
     return run
 
 
@@ -222,10 +221,10 @@ def _drafting(run: ServeBuild, drafts: Drafts, longest: int, runner: Runner, tab
                               min(drafts.nodes, most - 1), most)  # fmt: skip
         return Drafting(drafter, drafts.tokens, drafts.head)
     if drafts.model is not None:
-        fuse_served(drafts.model)
+        fuse_served(drafts.model, run.kernels)
         drafts.model.set_attention(run.model.backend)
+        blocks = run.draft_blocks(longest, table.count)
         longest = min(longest, drafts.model.spec.max_positions)
-        blocks = DRAFTED * -(-longest // run.block_size)
         return Drafting(ModelDrafter(drafts.model, blocks, run.block_size, longest), drafts.tokens, drafts.model)
 
     def propose(seqs: Sequence[Row], most: list[int]) -> list[Draft]:

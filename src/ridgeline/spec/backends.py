@@ -19,9 +19,12 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "norm": (OURS, "liger"),
     "swiglu": (OURS, "liger"),
     "head_loss": (OURS, "liger"),
+    "float8": (OURS, "torch"),
+    "experts": (OURS, "torch"),
 }
 """By operator: attention over the pages of a serving step with one new token for each sequence, and of steps with
-prompts or drafts; the RMS norms and the gated activation of fused layers; the head with its loss, in chunks."""
+prompts or drafts; the RMS norms and the gated activation of fused layers; the head with its loss, in chunks; of served
+models, products of 9 to 128 rows in float8 on Hopper, and quantized experts, all at once or one after the other."""
 
 
 def checked(asked: Mapping[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,14 @@ WIDEST_HEAD = 256
 CACHE_SHARE = {"cpu": 0.25, "gpu": 0.9}
 """Default for the largest fraction of free memory that the key/value pool takes: others need a computer's; of a
 GPU's, the rest is for the largest step and for captured ones."""
+
+
+SCORE_BYTES, CHANGED_SCORE_BYTES = 8, 12
+"""Bytes for each pair of a query and a key while a layer without fused attention computes: in 32 bits the scores and
+what a mask or the softmax makes of them; in 16 bits scores, their softmax in 32 bits, and that in 16 bits. With soft
+caps, ALiBi or sinks there is one more."""
+DRAFTED = 16
+"""Sequences of full length that a drafting model's cache has room for."""
 
 
 def captures(m: ModelSpec) -> bool:
@@ -141,6 +150,10 @@ class Scheduling:
     """Elements that something other than the layers keeps of each token in the pool, of the weights' dtype."""
     beside_parameters: int = 0
     """Elements, of the weights' dtype, of what drafts beside the model."""
+    draft_model: ModelSpec | None = None
+    """The smaller model that drafts, with a cache of its own."""
+    flash: bool = False
+    """Whether attention is one operator; if not, it has matrices of scores."""
     speculation: Speculation | None = None
     """Speculation with a known acceptance rate, for the prediction; None: none, or unknown."""
 
@@ -155,10 +168,37 @@ class Scheduling:
         return self.block_size * (m.cached_tensors * layers * kv_heads * m.cached_dim * each
                                   + self.beside_elements * width)  # fmt: skip
 
-    def pool(self, m: ModelSpec, w: Serve, each: float, free: float, kind: str) -> tuple[int, int]:
+    def score_bytes(self, m: ModelSpec, longest: int, width: float, ranks: int = 1) -> float:
+        """Bytes of the score matrices of one layer and one sequence, the most that are there at once, for prompt and
+        output of ``longest`` tokens together, with the mask and the gathered keys and values; 0 where attention is
+        fused. ``width``: bytes of an element of keys; ``ranks``: that a layer's heads are divided over."""
+        if self.flash:
+            return 0.0
+        rows = min(self.limits.max_num_batched_tokens, longest) if self.limits.chunked else longest
+        each = CHANGED_SCORE_BYTES if m.score_changes else SCORE_BYTES
+        gathered = 2 * m.cached_tensors * m.cached_heads * m.cached_dim * width
+        return (m.num_heads / ranks + 1) * rows * longest * each + longest * gathered
+
+    def draft_blocks(self, longest: int, blocks: int) -> int:
+        """Blocks of the drafting model's own cache beside a pool of ``blocks``: as many, but no more than
+        :data:`DRAFTED` sequences of full length have; 0: nothing drafts that has one."""
+        if self.draft_model is None:
+            return 0
+        return min(blocks, DRAFTED * -(-min(longest, self.draft_model.max_positions) // self.block_size))
+
+    def draft_block_bytes(self, width: float) -> float:
+        """Bytes of one of them. ``width``: of an element."""
+        d = self.draft_model
+        elements = 0 if d is None else d.cached_tensors * d.num_layers * d.cached_heads * d.cached_dim
+        return self.block_size * elements * width
+
+    def pool(
+        self, m: ModelSpec, w: Serve, each: float, free: float, kind: str, width: float, ranks: int = 1
+    ) -> tuple[int, int]:
         """(blocks of the pool, longest prompt and output together): what was asked for, or what the running sequences
-        could use within a share of ``free`` bytes. ``each``: bytes of a block; ``kind``: of the device,
-        cpu or gpu.
+        could use within a share of ``free`` bytes, beside the score matrices of the longest sequence, which is shorter
+        where these leave its keys and values no room. ``each``: bytes of a block; ``kind``: of the device, cpu or gpu;
+        ``width`` and ``ranks``: as of :meth:`score_bytes`.
 
         Raises :class:`UserError` for a pool without room.
         """
@@ -167,7 +207,18 @@ class Scheduling:
             found = int(w.kv_cache_bytes / each)
         else:
             share = w.kv_cache_share or CACHE_SHARE[kind]
-            found = min(self.limits.max_num_seqs * -(-longest // self.block_size), int(share * free / each))
+
+            def fitting(tokens: int) -> int:
+                """Blocks beside the score matrices of ``tokens``."""
+                room = share * (free - self.score_bytes(m, tokens, width, ranks))
+                drafts, most = self.draft_block_bytes(width), self.draft_blocks(tokens, 1 << 62)
+                return int(max(min(room / (each + drafts), most), (room - most * drafts) / each))
+
+            full = -(-longest // self.block_size)
+            if fitting(longest) < full:
+                short = bisect_left(range(1, full), True, key=lambda n: fitting(n * self.block_size) < n)
+                longest = max(1, short) * self.block_size
+            found = min(self.limits.max_num_seqs * full, fitting(longest))
         if found < 2:
             raise UserError(
                 f"the key/value pool has room for {max(0, found)} blocks of {each:.0f} bytes",

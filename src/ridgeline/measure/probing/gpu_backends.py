@@ -15,16 +15,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ridgeline.nn.kernels import functions
-from ridgeline.nn.kernels.backends import Backend, Case, able
+from ridgeline.nn.kernels.backends import EXPERTS, FLOAT8, OPERATORS, WRONG, Backend, Case, Kernels, able
 from ridgeline.nn.memory.step_pages import make_pages
+from ridgeline.nn.model.grouped_experts import group_experts
 from ridgeline.nn.model.loss import IGNORE
+from ridgeline.nn.quant import mxfp4
+from ridgeline.nn.quant.codec import E4M3
+from ridgeline.nn.quant.codes import Stripes
+from ridgeline.nn.quant.packed import Packed
+from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.packed_model import PackedExperts
 from ridgeline.spec.backends import BACKENDS, OURS
+from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear
 
-WRONG = 3e-2
-"""Norm of a result's error over its norm, in 16 bits, from which on it is wrong."""
 _WARM, _CALLS = 3, 10
 
 Result = Sequence[Tensor]
@@ -46,10 +52,15 @@ class Sizes:
     length: int = 2048
     chunk: int = 512
     """New tokens of each sequence of a step with prompts."""
+    few: int = 64
+    """Rows of a decode step."""
+    experts: int = 8
     dtype: torch.dtype = torch.bfloat16
+    low: torch.dtype = torch.bfloat16
+    """Of operators that are there in 16 bits alone."""
 
 
-SMALL = Sizes(64, 64, 96, 512, 4, 2, 16, 2, 48, 8, torch.float32)
+SMALL = Sizes(64, 64, 96, 512, 4, 2, 16, 2, 48, 8, 16, 4, torch.float32)
 """For a CPU."""
 
 
@@ -240,4 +251,64 @@ def _attention(device: torch.device, s: Sizes, decode: bool) -> Trial:
     return Trial(cases[0], ours, theirs, right, tuple(cases[1:]))
 
 
-_TRIALS = {"attention": _attention, "norm": _norm, "swiglu": _swiglu, "head_loss": _head_loss}
+def _float8(device: torch.device, s: Sizes, decode: bool) -> Trial:
+    """A cast and a product of a few rows with a weight in float8."""
+    kernels, linear = Kernels(), nn.Linear(s.hidden, 2 * s.inner, bias=False, device="meta")
+    linear.weight = nn.Parameter(torch.randn(2 * s.inner, s.hidden, device=device, dtype=s.low), requires_grad=False)
+    layer = StoredFp8Linear(linear)
+    layer.kernels = kernels
+    x = torch.randn(s.few, s.hidden, device=device, dtype=s.low)
+
+    def run(name: str) -> Result:
+        kernels.taken[FLOAT8] = name
+        with torch.no_grad():
+            return [layer(x)]
+
+    def right() -> Result:
+        return [F.linear(x.float(), layer.codes.view(E4M3).float() * layer.inverse)]
+
+    return Trial(Case(device, s.low, width=s.hidden), partial(run, OURS),
+                 lambda kernel, case: partial(run, OPERATORS.name), right)  # fmt: skip
+
+
+def _experts(device: torch.device, s: Sizes, decode: bool) -> Trial:
+    """A decode step's rows through experts in MXFP4, all at once or one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(s.hidden // 2, s.hidden)] * 2 + [(s.hidden, s.hidden // 2)]
+    weights = [[mxfp4.quantized(torch.randn(*shape, generator=generator) * shape[1] ** -0.5) for _ in range(s.experts)]
+               for shape in shapes]  # fmt: skip
+
+    def stack(packed: Sequence[Packed]) -> list[nn.Module]:
+        made = [PackedLinear(p, device=device) for p in packed]
+        for layer, p in zip(made, packed, strict=True):
+            layer.codes = Stripes(p).to(device)  # on a CPU, too
+        return list(made)
+
+    gate, up, down = map(stack, weights)
+    held = PackedExperts("silu", gate, up, down)
+    if not group_experts(held):
+        raise RuntimeError("the experts' codes do not lie together")
+    x = torch.randn(s.few, s.hidden, device=device, dtype=s.low)
+    expert = (torch.arange(s.few, device=device) % s.experts).sort().values
+    counts = torch.bincount(expert, minlength=s.experts)
+
+    def at_once() -> Result:
+        with torch.no_grad():
+            return [held.together(x, expert)]
+
+    def one_by_one() -> Result:
+        with torch.no_grad():
+            return [held(x, counts.tolist())]  # which a step has on the device, too
+
+    def right() -> Result:
+        rows, found = x.float().split(counts.tolist()), []
+        for part, packed in zip(rows, zip(*weights, strict=True), strict=True):
+            dense = [p.dense(torch.float32).to(device) for p in packed]
+            found.append(F.linear(F.silu(F.linear(part, dense[0])) * F.linear(part, dense[1]), dense[2]))
+        return [torch.cat(found)]
+
+    return Trial(Case(device, s.low, width=s.hidden), at_once, lambda kernel, case: one_by_one, right)
+
+
+_TRIALS = {"attention": _attention, "norm": _norm, "swiglu": _swiglu, "head_loss": _head_loss, FLOAT8: _float8,
+           EXPERTS: _experts}  # fmt: skip

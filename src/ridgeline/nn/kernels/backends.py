@@ -20,6 +20,10 @@ from ridgeline.spec.backends import OURS, order
 from ridgeline.spec.errors import UserError
 
 LOW = (torch.bfloat16, torch.float16)
+FLOAT8, EXPERTS = "float8", "experts"
+"""Operators that ours compute and PyTorch's operators, too (:data:`ridgeline.spec.backends.BACKENDS`)."""
+WRONG = 3e-2
+"""Norm of a result's error over its norm, in 16 bits, from which on it is wrong."""
 NEAR_ROOF = {"attention.decode", "merged projections", "norm", "swiglu"}
 """Operators whose own kernels reach 0.8 of an H100's roof (``benchmarks/results/gpu_h100``): attention of many
 sequences, not with quantized caches; of merged projections the rotation, their product being PyTorch's."""
@@ -84,6 +88,10 @@ class Backend:
             return ""
 
 
+OPERATORS = Backend("torch", "torch", "torch", lambda: "operators", lambda case: "")
+"""PyTorch's operators, which the layers themselves call in place of our kernel."""
+
+
 class NormKernel(Protocol):
     """RMS norms in the dtype of their input."""
 
@@ -122,6 +130,8 @@ def registry() -> dict[str, tuple[Backend, ...]]:
         "norm": (liger.NORM,),
         "swiglu": (liger.SWIGLU,),
         "head_loss": (liger.HEAD_LOSS,),
+        FLOAT8: (OPERATORS,),
+        EXPERTS: (OPERATORS,),
     }
 
 
@@ -166,6 +176,10 @@ class Kernels:
         self.own(operator, case.device, coded=case.coded)
         return None
 
+    def ours(self, operator: str) -> bool:
+        """Whether our own kernel computes an operator, as far as there is a choice."""
+        return self.taken.get(operator, OURS) == OURS
+
     def own(self, operator: str, device: torch.device, coded: bool = False) -> None:
         """Note that our own kernel computes an operator, if it runs on a GPU. ``coded``: from a quantized cache."""
         if device.type == "cuda":
@@ -179,8 +193,8 @@ class Kernels:
             if operator not in self.taken:
                 raise UserError(
                     f"kernels: {operator}={name} is asked for, and the plan has no separate {operator} operator",
-                    "leave it out, or add what has it: flash_attention in a serving engine (attention), fused_layers"
-                    " (the others)",
+                    "leave it out, or add what has it: flash_attention in a serving engine (attention), fp8 served on"
+                    " Hopper (float8), quantized experts (experts), fused_layers (the others)",
                 )
 
     def notes(self) -> list[str]:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ridgeline.nn.kernels.backends import Kernels
 from ridgeline.nn.kernels.dispatch import has_float8, has_triton, is_hopper, note_library
 from ridgeline.nn.kernels.peaks import GatedGradient, Wish
 from ridgeline.spec.lowbit import FLOAT8_ROWS
@@ -350,6 +351,11 @@ class OwnProduct(nn.Linear):
 class Joined(nn.Module):
     """A linear layer of a served model that holds its weight in its own way, and can be one with others of its class
     that read the same input: those whose tensors lie together."""
+
+    in_features: int
+    out_features: int
+    kernels: Kernels | None = None
+    """Who computes what, by choice of the engine; None: ours, where we have a kernel."""
 
     def rows(self) -> list[Tensor]:
         """Its tensors that those of others are to follow: their rows are outputs, or counters for these."""

@@ -7,8 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ridgeline.nn.kernels.backends import Kernels
 from ridgeline.nn.kernels.dispatch import has_triton
-from ridgeline.nn.kernels.products import choose_served_products
+from ridgeline.nn.kernels.products import Joined, choose_served_products
+from ridgeline.nn.model import own_kernels
 from ridgeline.nn.model.attention import Attention
 from ridgeline.nn.model.fused import expand_merged, fuse_elementwise, gated_of_codes, project_merged
 from ridgeline.nn.model.grouped_experts import group_experts
@@ -18,14 +20,21 @@ from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import PackedExperts, expand_expert
 
 
-def fuse_served(model: Transformer) -> None:
+def fuse_served(model: Transformer, kernels: Kernels | None = None) -> None:
     """Let a served model whose weights are on a GPU launch fewer kernels: merged projections, and residual additions
-    within norms; and multiply one row by a kernel for that. Elsewhere nothing changes."""
+    within norms; and multiply one row by a kernel for that. Elsewhere nothing changes. ``kernels``: who computes what
+    has several back ends (:mod:`~ridgeline.nn.model.own_kernels`)."""
     if not has_triton() or not all(p.is_cuda for p in model.parameters()):
         return
+    for module in model.modules():
+        if isinstance(module, Joined):
+            module.kernels = kernels
     fuse_elementwise(model)
     choose_served_products(model)
     join_served(model)
+    if kernels is not None:
+        weight = next(model.parameters())
+        own_kernels.settle(model, kernels, weight.device, weight.dtype)
 
 
 def join_served(model: Transformer) -> None:

@@ -84,21 +84,23 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     e, device = surface.e, surface.cluster.device
     weights = _weights(surface, s)
     tokens = s.limits.max_num_batched_tokens
-    work = workspace(surface.graph(tokens, 1, 1)) + _scores(surface, tokens, together=False)
+    work = workspace(surface.graph(tokens, 1, 1))
     m = remaining_model(e)
-    heads = max(1.0, m.cached_heads / e.parallel.get("tp", 1))
+    ranks, width = e.parallel.get("tp", 1), DTYPE_BYTES[e.dtype]
     stages = s.stages or even(m.num_layers, e.parallel.get("pp", 1))
-    each = s.block_bytes(m, stages[0], heads, DTYPE_BYTES[e.dtype])
+    each = s.block_bytes(m, stages[0], max(1.0, m.cached_heads / ranks), width)
     free = device.memory_bytes - device.reserved_bytes - weights - (work if w.kv_cache_share else 0.0)
     try:
-        blocks, longest = s.pool(m, w, each, free, device.kind)
+        blocks, longest = s.pool(m, w, each, free, device.kind, width, ranks)
     except UserError as why:
         if w.kv_cache_bytes is not None:
             raise
         reason = f"beside the weights of {m.name}, {weights / 1e9:.1f} GB per device, {why.what}"
         peak = Peak({"parameters": weights, "activations": work}, "the largest iteration")
         return Room(0, each / s.block_size, peak, reason), 0, 0
-    peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
+    held = blocks * each + s.draft_blocks(longest, blocks) * s.draft_block_bytes(width)
+    work += s.score_bytes(m, longest, width, ranks)
+    peak = Peak({"parameters": weights, "kv_cache": held, "activations": work}, "the largest iteration")
     reason = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
     return Room(blocks * s.block_size, each / s.block_size, peak, reason), blocks, longest
 

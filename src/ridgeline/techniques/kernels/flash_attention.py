@@ -14,6 +14,8 @@ from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
     from ridgeline.runtime.build import Build
+    from ridgeline.runtime.serve_build import ServeBuild
+    from ridgeline.spec.scheduling import Scheduling
 
 
 class FlashAttention(Technique):
@@ -117,6 +119,14 @@ class FlashAttention(Technique):
 
         g = g.each_block(fuse, layers_only=True)
         return g.each_block(_keep_operands, layers_only=True) if capped and not own else g
+
+    def scheduling(self, s: Scheduling) -> None:
+        """A serving engine keeps no memory for score matrices."""
+        s.flash = True
+
+    def serve(self, run: ServeBuild) -> None:
+        """Switch the model's attention backend."""
+        self.apply(run)
 
     def apply(self, run: Build) -> None:
         """Switch the model's attention backend."""

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels import peaks
 from ridgeline.nn.kernels.adjacency import adjacent
+from ridgeline.nn.kernels.backends import FLOAT8
 from ridgeline.nn.kernels.dispatch import has_float8, note_library
 from ridgeline.nn.kernels.functions import bias_activation
 from ridgeline.nn.kernels.peaks import GatedGradient, Wish
@@ -239,8 +240,10 @@ class StoredFp8Linear(Joined):
         dtype, codes = compute_dtype(x), self.codes.view(E4M3)
         if has_float8(x.device):
             read = _coded(x, rowwise=True)
-            few = product_of_both_codes(read.rows, read.inverse_scale, codes, self.inverse, self.arrived, self.bias,
-                                        dtype)  # fmt: skip
+            few = None
+            if self.kernels is None or self.kernels.ours(FLOAT8):
+                few = product_of_both_codes(read.rows, read.inverse_scale, codes, self.inverse, self.arrived,
+                                            self.bias, dtype)  # fmt: skip
             if few is not None:
                 return few.view(*x.shape[:-1], self.out_features)
             note_library()

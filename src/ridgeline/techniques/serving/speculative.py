@@ -93,6 +93,7 @@ class Speculative(SchedulingTechnique):
         if self.draft:
             model = read_head_spec(Path(self.draft)) if self.has_head else ModelSpec.from_path(Path(self.draft))
             s.beside_parameters = head_parameters(model) if self.has_head else model.num_parameters
+            s.draft_model = None if self.has_head else model
         if model is not None and self.has_head:  # keys and values, the hidden state, and whether the head has read it
             s.beside_elements = model.cached_tensors * model.cached_heads * model.cached_dim + model.hidden_size + 1
         if self.acceptance is not None:
