@@ -79,6 +79,7 @@ def traced(tmp_path_factory):
     given |= {n: training("llama-mini", LOW, text, *more, **changes) for n, (more, changes) in masked.items()}
     given |= {f"sequences {n}": serving("llama-mini", max_num_seqs=n) for n in (1, 2)}
     given["one sequence fp8"] = serving("llama-mini", "fp8", max_num_seqs=1)
+    given["own products"] = serving("llama-mini", kernels={"dense": "ridgeline"})
     given["filters"] = serving("llama-mini")
     given["compress"] = make("llama-mini", "h100-sxm", {"kind": "compress", "seq_len": 64},
                              ["wanda", "rtn:bits=4,group_size=64"])  # fmt: skip
@@ -149,6 +150,16 @@ def test_one_sequence_is_multiplied_by_the_kernel_for_one_row(traced):
     assert "activation" not in one.kernels
     assert two.kernels["activation"] == 2
     assert (one.launches, one.replayed + 2) == (two.launches, two.replayed)
+
+
+def test_products_of_a_few_rows_are_ours_where_they_are_asked_for(traced):
+    """As many launches, and no kernel of a library between those that start early. Counters of merged weights, which
+    have no addresses here by which they would be remembered, are made anew."""
+    ours, plain = (traced[name]["decode"] for name in ("own products", "serve"))
+    assert (ours.kernels["product_of_rows"], ours.operators["product_of_rows"]) == (8, 1)
+    assert not {"mm", "addmm", "linear"} & {*ours.kernels, *ours.operators}
+    assert (ours.launches, ours.replayed - ours.kernels["zeros"]) == (plain.launches, plain.replayed)
+    assert not ours.wrong
 
 
 def test_few_rows_of_float8_weights_take_the_kernels_of_16_bits(traced):

@@ -4,13 +4,14 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.nn.interpreter import DEVICE
 from tests.nn.test_skinny import found  # noqa: F401
 from torch import nn
 
 from ridgeline import catalog
-from ridgeline.nn.kernels import lowbit_matmul, skinny
-from ridgeline.nn.kernels.backends import EXPERTS, FLOAT8, Backend, Kernels
+from ridgeline.nn.kernels import lowbit_matmul, products, skinny
+from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, Backend, Kernels
 from ridgeline.nn.model import grouped_experts, own_kernels
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.quant.packed_model import PackedExperts
@@ -142,3 +143,62 @@ def test_experts_at_once_are_tried_too(right, monkeypatch):
     kernels, said = settled(model)
     assert kernels.ours(EXPERTS) == right == (model.experts.grouped is not None)
     assert len(said) == (not right)
+
+
+@pytest.fixture
+def dense(hopper, monkeypatch):
+    """Rows that the kernel for a few of them multiplies in 16 bits, and a model of two layers."""
+    rows, plain = [], skinny.product_of_rows
+
+    def count(x, *more):
+        rows.append(len(x))
+        return plain(x, *more)
+
+    monkeypatch.setattr(skinny, "product_of_rows", count)
+    monkeypatch.setattr(products, "FEW_ROWS", set())
+    monkeypatch.setattr(Backend, "refusal", lambda self, case: "")
+    model = nn.Sequential(*(nn.Linear(80, 48, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)))
+    products.choose_served_products(model.requires_grad_(False))
+    return rows, model
+
+
+FASTER = Kernels({}, {DENSE: {OURS: 1.0, "torch": 2.0}})
+
+
+SLOWER = Kernels({}, {DENSE: {OURS: 2.0, "torch": 1.0}})
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), Kernels({DENSE: "torch"}), SLOWER], ids=["", "asked", "measured"])
+def test_products_of_few_rows_are_pytorchs(kernels, dense):
+    rows, model = dense
+    assert settled(model, kernels)[1] == []
+    model[0](torch.ones(9, 80, device=DEVICE, dtype=torch.bfloat16))
+    assert not rows
+
+
+@pytest.mark.parametrize("kernels", [FASTER, Kernels({DENSE: OURS})], ids=["measured", "asked"])
+def test_unless_ours_is_faster_or_asked_for(kernels, dense):
+    rows, model = dense
+    assert settled(model, kernels)[1] == []
+    assert rows == [13, 13, 29, 29]  # one layer of each shape, twice each
+    rows.clear()
+    for m in (2, 9, 128, 129):
+        x = torch.randn(1, m, 80, device=DEVICE, dtype=torch.bfloat16)
+        wanted = F.linear(x, model[0].weight, model[0].bias)
+        torch.testing.assert_close(model[0](x), wanted, atol=2e-2, rtol=2e-2)
+    assert rows == [2, 9, 128]
+    settled(model, Kernels())  # of another engine
+    model[0](x[:, :9])
+    assert rows == [2, 9, 128]
+
+
+def test_and_right(dense, monkeypatch):
+    rows, model = dense
+    plain = skinny.product_of_rows
+    monkeypatch.setattr(skinny, "product_of_rows", lambda *given: plain(*given) * 1.1)
+    kernels, said = settled(model, Kernels({DENSE: OURS}))
+    assert len(said) == 1
+    assert not kernels.ours(DENSE)
+    rows.clear()
+    model[0](torch.ones(9, 80, device=DEVICE, dtype=torch.bfloat16))
+    assert not rows

@@ -1,4 +1,4 @@
-"""Operators of a GPU that several libraries compute, and the back ends of each: ours first, which is taken unless
+"""Operators of a GPU that several libraries compute, and the back ends of each. The first one is taken unless
 `ridgeline probe` has measured another to be faster, or the workload's ``kernels`` asks for one.
 
 The back ends themselves are in :mod:`ridgeline.nn.kernels.backends`.
@@ -21,10 +21,12 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "head_loss": (OURS, "liger"),
     "float8": (OURS, "torch"),
     "experts": (OURS, "torch"),
+    "dense": ("torch", OURS),
 }
 """By operator: attention over the pages of a serving step with one new token for each sequence, and of steps with
 prompts or drafts; the RMS norms and the gated activation of fused layers; the head with its loss, in chunks; of served
-models, products of 9 to 128 rows in float8 on Hopper, and quantized experts, all at once or one after the other."""
+models, products of 9 to 128 rows in float8 on Hopper, quantized experts, all at once or one after the other, and on
+Hopper products of 2 to 128 rows in 16 bits."""
 
 
 def checked(asked: Mapping[str, Any]) -> dict[str, str]:
@@ -54,7 +56,6 @@ def _named(asked: Mapping[str, Any], within: str) -> Iterator[tuple[str, Any]]:
 
 
 def order(operator: str, measured: Mapping[str, float]) -> list[str]:
-    """Back ends of an operator, best first: by the seconds that were measured on the device, ours before those that
-    were not."""
+    """Back ends of an operator, best first: by the seconds that were measured on the device, then as listed."""
     names = BACKENDS[operator]
     return sorted(names, key=lambda b: (measured.get(b, float("inf")), names.index(b)))

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.kernels import functions
-from ridgeline.nn.kernels.backends import EXPERTS, FLOAT8, OPERATORS, WRONG, Backend, Case, Kernels, able
+from ridgeline.nn.kernels import functions, products
+from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, OPERATORS, WRONG, Backend, Case, Kernels, able
+from ridgeline.nn.kernels.dispatch import is_hopper
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.model.grouped_experts import group_experts
 from ridgeline.nn.model.loss import IGNORE
@@ -310,5 +311,18 @@ def _experts(device: torch.device, s: Sizes, decode: bool) -> Trial:
     return Trial(Case(device, s.low, width=s.hidden), at_once, lambda kernel, case: one_by_one, right)
 
 
+def _dense(device: torch.device, s: Sizes, decode: bool) -> Trial:
+    """A product of a few rows in 16 bits."""
+    weight = torch.randn(2 * s.inner, s.hidden, device=device, dtype=s.low)
+    x = torch.randn(s.few, s.hidden, device=device, dtype=s.low)
+
+    def ours() -> Result:
+        with torch.no_grad():
+            return [products.product_of_few_rows(x, weight) if is_hopper(device) else F.linear(x, weight)]
+
+    return Trial(Case(device, s.low, width=s.hidden), ours, lambda kernel, case: lambda: [F.linear(x, weight)],
+                 lambda: [F.linear(x.float(), weight.float())])  # fmt: skip
+
+
 _TRIALS = {"attention": _attention, "norm": _norm, "swiglu": _swiglu, "head_loss": _head_loss, FLOAT8: _float8,
-           EXPERTS: _experts}  # fmt: skip
+           EXPERTS: _experts, DENSE: _dense}  # fmt: skip

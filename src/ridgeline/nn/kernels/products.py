@@ -10,7 +10,8 @@ the same products, sums in fp32 and one rounding, as oneDNN has them. Few rows w
 
 Of one row in 16 bits on GPUs, in served models, also with weights in float8 codes, by
 :mod:`~ridgeline.nn.kernels.gemv`; of more rows with such codes by :mod:`~ridgeline.nn.kernels.lowbit_matmul`; on
-Hopper, of rows in codes with such codes, by :mod:`~ridgeline.nn.kernels.skinny`.
+Hopper, of rows in codes with such codes, and of a few in 16 bits where that was chosen (:data:`FEW_ROWS`), by
+:mod:`~ridgeline.nn.kernels.skinny`.
 
 And what a product of merged projections is: :class:`Product`.
 """
@@ -194,12 +195,31 @@ def served_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """``F.linear`` of a served model: x [..., k], weight [n, k] → [..., n]."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    if not _is_row(x, weight, bias):
-        note_library()
-        return F.linear(x, weight, bias)
-    from ridgeline.nn.kernels.gemv import product_of_row
+    if _is_row(x, weight, bias):
+        from ridgeline.nn.kernels.gemv import product_of_row
 
-    return product_of_row(x, weight, bias)
+        return product_of_row(x, weight, bias)
+    if x.device in FEW_ROWS and 0 < x.numel() <= CODED_ROWS * x.shape[-1] and _suits_triton(x, weight, bias):
+        return product_of_few_rows(x, weight, bias)
+    note_library()
+    return F.linear(x, weight, bias)
+
+
+FEW_ROWS: set[torch.device] = set()
+"""GPUs of Hopper's architecture on which served models multiply a few rows by our kernel, not by PyTorch's."""
+
+
+def product_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of x [..., k] of up to 128 rows in 16 bits and weight [n, k] → [..., n], by our kernel."""
+    from ridgeline.nn.kernels.skinny import product_of_rows
+
+    arrived = getattr(weight, "arrived", None)
+    if (
+        arrived is None or arrived.device != weight.device
+    ):  # with the weight, as steps that run at one time need counters of their own
+        arrived = torch.zeros(-(-len(weight) // 64), dtype=torch.int32, device=weight.device)
+        weight.arrived = arrived  # type: ignore[attr-defined]
+    return product_of_rows(x.reshape(-1, x.shape[-1]), weight, arrived, bias).view(*x.shape[:-1], len(weight))
 
 
 def served_gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:

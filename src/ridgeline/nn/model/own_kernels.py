@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.nn.kernels import products
-from ridgeline.nn.kernels.backends import EXPERTS, FLOAT8, LOW, WRONG, Case, Kernels
+from ridgeline.nn.kernels.adjacency import adjacent
+from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, LOW, WRONG, Case, Kernels
 from ridgeline.nn.kernels.dispatch import is_hopper
 from ridgeline.nn.model.attention import Attention
 from ridgeline.nn.model.joined_weights import whole_layer
@@ -28,12 +30,14 @@ ROWS = (13, 29, 61, 125)
 EACH = 4
 """Rows of an expert, on average: fewer than are multiplied in codes of their own."""
 
+_PYTORCHS = " ".join(f"--kernels {operator}=torch" for operator in (FLOAT8, EXPERTS, DENSE))
+
 Both = tuple[Callable[[], Tensor], Callable[[], Tensor]]
 """What computes something with our kernel, and what without."""
 
 
 def settle(model: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
-    """Choose who computes a served model's float8 products and quantized experts, and try ours. ``dtype``: of its
+    """Choose who computes a served model's products of few rows and quantized experts, and try ours. ``dtype``: of its
     activations. Raises :class:`UserError` where the workload asks for what cannot."""
     if dtype not in LOW:
         return
@@ -41,6 +45,7 @@ def settle(model: nn.Module, kernels: Kernels, device: torch.device, dtype: torc
     if layers and is_hopper(device) and kernels.find(FLOAT8, Case(device, dtype)) is None:
         whole = [*layers, *_wholes(model)]
         _try(kernels, FLOAT8, device, _float8_trials(whole, kernels, device, dtype))
+    _settle_dense(model, kernels, device, dtype)
     experts = [m for m in model.modules() if isinstance(m, PackedExperts) and m.grouped is not None]
     if not experts:
         return
@@ -49,6 +54,47 @@ def settle(model: nn.Module, kernels: Kernels, device: torch.device, dtype: torc
     if not kernels.ours(EXPERTS):
         for module in experts:
             module.grouped = None
+
+
+def _settle_dense(model: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+    """Products in 16 bits are PyTorch's unless ours was measured to be faster, or is asked for."""
+    products.FEW_ROWS.discard(device)
+    weights = {w.shape: w for w in _weights(model) if w.dtype == dtype}
+    asked = DENSE in kernels.asked or kernels.measured.get(DENSE)
+    if not (asked and weights and is_hopper(device)) or kernels.find(DENSE, Case(device, dtype)) is not None:
+        return
+    trials = (
+        (partial(products.product_of_few_rows, x, w), partial(F.linear, x, w))
+        for w in weights.values()
+        for x in (_random(device, dtype, rows, w.shape[1]) for rows in ROWS)
+        if w.shape[1] * w.itemsize % 16 == 0
+    )
+    _try(kernels, DENSE, device, trials)
+    if kernels.ours(DENSE):
+        products.FEW_ROWS.add(device)
+
+
+def _weights(model: nn.Module) -> Iterator[Tensor]:
+    """Of a served model's plain linear layers, as they are multiplied."""
+    for module in model.modules():
+        if isinstance(module, products.ServedLinear):
+            yield module.weight
+        for parts in _merged(module):
+            if all(isinstance(p, products.ServedLinear) for p in parts):
+                whole = adjacent([p.weight for p in parts])  # type: ignore[misc]
+                if whole is not None:
+                    yield whole
+
+
+def _merged(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """The layers of a module that are multiplied as one."""
+    parts: list[nn.Module | None] = []
+    if isinstance(module, Attention):
+        parts = [module.q_proj, module.k_proj, module.v_proj]
+    elif isinstance(module, MLP):
+        parts = [module.gate_proj, module.up_proj]
+    if parts:
+        yield [p for p in parts if p is not None]
 
 
 def _try(kernels: Kernels, operator: str, device: torch.device, trials: Iterator[Both]) -> None:
@@ -71,7 +117,7 @@ def differs(device: torch.device, ours: Callable[[], Tensor], right: Callable[[]
             torch.zeros(1, device=device).item()
         except Exception:
             raise UserError(f"our kernel {why}, and leaves the GPU unusable",
-                            f"start again with --kernels {FLOAT8}=torch --kernels {EXPERTS}=torch") from e  # fmt: skip
+                            f"start again with {_PYTORCHS}") from e  # fmt: skip
         return why
     want = right().float()
     error = float((found.float() - want).norm() / want.norm())
@@ -83,13 +129,9 @@ def differs(device: torch.device, ours: Callable[[], Tensor], right: Callable[[]
 def _wholes(model: nn.Module) -> Iterator[products.Joined]:
     """Layers that are merged: as they are multiplied."""
     for module in model.modules():
-        parts: list[nn.Module | None] = []
-        if isinstance(module, Attention):
-            parts = [module.q_proj, module.k_proj, module.v_proj]
-        elif isinstance(module, MLP):
-            parts = [module.gate_proj, module.up_proj]
-        if parts and (whole := whole_layer([p for p in parts if p is not None])) is not None:
-            yield whole
+        for parts in _merged(module):
+            if (whole := whole_layer(parts)) is not None:
+                yield whole
 
 
 def _float8_trials(
