@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.kernels import native
-from ridgeline.nn.kernels.products import MANY_ROWS, _wide_product
+from ridgeline.nn.kernels.widened import MANY_ROWS, wide_product
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
 
@@ -55,7 +55,7 @@ def products(rows: int, weights: dict[str, list]) -> dict[str, list[Callable[[],
             calls["fp32, oneDNN"] = [partial(torch.ops.mkldnn._linear_pointwise, x, w, None, "none", [], "")
                                      for w in held]  # fmt: skip
         if name == "bf16" and rows >= MANY_ROWS:
-            calls["bf16, multiplied in fp32"] = [partial(_wide_product, x.to(w.dtype), w, None) for w in held]
+            calls["bf16, multiplied in fp32"] = [partial(wide_product, x.to(w.dtype), w) for w in held]
         if rows <= DENSE_ROWS:
             calls[f"{name}, ours"] = [partial(ours, w, x, y) for w in held]
     return calls

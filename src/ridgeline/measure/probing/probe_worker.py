@@ -27,7 +27,8 @@ from ridgeline.measure.probing.gpu_operators import operator_rows
 from ridgeline.measure.probing.probe_serving import serving_costs
 from ridgeline.measure.probing.probe_timer import CACHE_BYTES, Timer, Work, affine, rate, steady
 from ridgeline.measure.probing.references import reference_decode, reference_step
-from ridgeline.nn.kernels.products import choose_products, linear, widened
+from ridgeline.nn.kernels.products import choose_products, linear
+from ridgeline.nn.kernels.widened import matmul, widened
 from ridgeline.nn.model.attention import BACKENDS
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.nn.model.mask import Mask
@@ -281,7 +282,7 @@ def _works(device: torch.device, name: str, dtype: torch.dtype, batch: int, leng
     elements = float(batch * heads * length * d)
     bmm_bytes = (2 * elements + scores) * w
     works = [
-        Work("bmm", name, lambda: (random(batch * heads, length, d), random(batch * heads, d, length)), torch.bmm,
+        Work("bmm", name, lambda: (random(batch * heads, length, d), random(batch * heads, d, length)), matmul,
              2 * scores * d, bmm_bytes, 4 * scores * d, 2 * bmm_bytes),
         Work("mask", name, lambda: (random(batch, heads, length, length, grad=False),), lambda s: s + bias,
              0, 2 * scores * w),

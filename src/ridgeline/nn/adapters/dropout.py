@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels import products
+from ridgeline.nn.kernels.widened import mm
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.nn.parallel.dtensor import is_dtensor
 
@@ -90,6 +91,6 @@ class _DroppedLinear(torch.autograd.Function):
         if ctx.gathered is not None:
             x = ctx.gathered.again(x)
         mask = ctx.drop.mask(x, *ctx.key)
-        dw = grad.reshape(-1, grad.shape[-1]).t() @ (x * mask).reshape(-1, x.shape[-1])
-        dx = (grad @ weight).mul_(mask) if ctx.needs_input_grad[0] else None
+        dw = mm(grad.reshape(-1, grad.shape[-1]).t(), (x * mask).reshape(-1, x.shape[-1]))
+        dx = products.linear(grad, weight.t()).mul_(mask) if ctx.needs_input_grad[0] else None
         return dx, dw, None, None, None, None

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.kernels.native import TYPES
@@ -35,6 +37,18 @@ def has_float8(device: torch.device) -> bool:
 def is_hopper(device: torch.device) -> bool:
     """Whether the device is of Hopper's architecture."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def observed() -> bool:
+    """Whether what runs must be PyTorch's own operators: they are counted, traced, placed or differentiated in other
+    ways."""
+    return (
+        _get_current_dispatch_mode() is not None
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or not torch._C._get_mkldnn_enabled()
+    )
 
 
 _library_was_last = False

@@ -20,6 +20,7 @@ from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
 from ridgeline.nn.kernels.peaks import GatedGradient, Peaks, Wish
 from ridgeline.nn.kernels.products import PLAIN, SERVED, Product, add_product, linear, served_gated
+from ridgeline.nn.kernels.widened import matmul, mm
 from ridgeline.nn.model.loss import IGNORE
 
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
@@ -280,7 +281,7 @@ class _Probabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, scale: float, columns: int) -> Tensor:
-        p = torch.bmm(q, k.transpose(1, 2))
+        p = matmul(q, k.transpose(1, 2))
         rows, size = p.shape[0] * p.shape[1], p.shape[2]
         bias = None if bias is None else bias.contiguous()
         call("rl_softmax", p.dtype == torch.float64, p, TYPES[p.dtype], bias,
@@ -297,7 +298,7 @@ class _Probabilities(torch.autograd.Function):
         dp = dp.contiguous()  # made by the product with the values for this function alone, so it may be overwritten
         call("rl_softmax_backward", p.dtype == torch.float64, dp, p, TYPES[p.dtype], p.shape[0] * p.shape[1],
              p.shape[2], ctx.scale, columns=ctx.columns)  # fmt: skip
-        return torch.bmm(dp, k), torch.bmm(dp.transpose(1, 2), q), None, None, None
+        return matmul(dp, k), matmul(dp.transpose(1, 2), q), None, None, None
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor:
@@ -377,7 +378,7 @@ class _LinearLoss(torch.autograd.Function):
             logits = linear(part, w, None if bias is None else bias.to(dtype))
             total += loss_and_gradient(logits, target, need_x or need_w)
             if dx is not None:
-                torch.mm(logits, w, out=dx[start : start + rows])
+                mm(logits, w, out=dx[start : start + rows])
             if dw is not None:
                 add_product(dw, logits.t(), part)
             if db is not None:

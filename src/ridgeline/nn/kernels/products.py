@@ -4,9 +4,8 @@ In fp32 on non-Intel CPUs, by oneDNN: PyTorch computes them with MKL, which is m
 AMD EPYC (Zen 4) oneDNN takes 0.70 to 0.95 of MKL's time (``benchmarks/cpu_products.py``). Gradients of weights stay
 with MKL: their operands would have to be copied. Other dtypes go to oneDNN in any case.
 
-In 16 bits on CPUs whose units for them are no faster than those for fp32, or that have none: an Intel Xeon without AMX
-multiplies bf16 at half the rate of fp32. Many rows are multiplied in fp32 there, a part of the weight after the other:
-the same products, sums in fp32 and one rounding, as oneDNN has them. Few rows wait for the weight's bytes either way.
+In 16 bits on CPUs whose units for them are slower than those for fp32, or missing, in fp32
+(:mod:`~ridgeline.nn.kernels.widened`).
 
 Of one row in 16 bits on GPUs, in served models, also with weights in float8 codes, by
 :mod:`~ridgeline.nn.kernels.gemv`; of more rows with such codes by :mod:`~ridgeline.nn.kernels.lowbit_matmul`; on
@@ -18,22 +17,18 @@ And what a product of merged projections is: :class:`Product`.
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ridgeline.nn.kernels.backends import Kernels
-from ridgeline.nn.kernels.dispatch import has_float8, has_triton, is_hopper, note_library
+from ridgeline.nn.kernels.dispatch import has_float8, has_triton, is_hopper, note_library, observed
 from ridgeline.nn.kernels.peaks import GatedGradient, Wish
+from ridgeline.nn.kernels.widened import maker, mm, wide_linear, widened
 from ridgeline.spec.lowbit import FLOAT8_ROWS
 from ridgeline.spec.lowbit import MANY_ROWS as CODED_ROWS
 
@@ -42,62 +37,23 @@ LARGE, MANY = 1 << 20, 1 << 26
 each of them some microseconds."""
 
 
-MANY_ROWS = 64
-"""Rows from which widening a weight takes less time than products in 16 bits without fast units."""
-PART = 1 << 20
-"""Numbers of a weight that are widened at once: what is made of them stays in a core's cache."""
-
-
 @lru_cache(maxsize=1)
 def by_onednn() -> bool:
     """Whether oneDNN computes products in fp32 here."""
-    return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and _maker() != "GenuineIntel"
-
-
-@lru_cache(maxsize=1)
-def widened() -> frozenset[torch.dtype]:
-    """Dtypes of 16 bits whose products in fp32 are faster here (``benchmarks/cpu_products.py``)."""
-    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkl.is_available():
-        return frozenset()
-    has = set(_told("flags").split())
-    if not has:  # not known
-        return frozenset()
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    if limit not in ("ALL", "DEFAULT"):  # what oneDNN may use of them
-        has -= {flag for flag, names in _ONEDNN.items() if not any(name in limit for name in names)}
-    bf16 = "amx_bf16" in has or ("avx512_bf16" in has and _maker() != "GenuineIntel")
-    fp16 = not has.isdisjoint({"amx_fp16", "avx512_fp16"})
-    return frozenset(dtype for dtype, fast in ((torch.bfloat16, bf16), (torch.float16, fp16)) if not fast)
-
-
-_ONEDNN = {"amx_bf16": ("AMX",), "amx_fp16": ("AMX_FP16",), "avx512_fp16": ("FP16", "AMX", "AVX10"),
-           "avx512_bf16": ("BF16", "FP16", "AMX", "AVX10")}  # fmt: skip
-"""Linux's flags, and names of oneDNN's instruction sets that include them."""
-
-
-def _maker() -> str:
-    """The processor's maker, as Linux names it; elsewhere taken to be Intel."""
-    return _told("vendor_id") or "GenuineIntel"
-
-
-def _told(name: str) -> str:
-    """What Linux says of the first processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and maker() != "GenuineIntel"
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [..., k], weight [n, k] → [..., n]."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    if x.dtype in widened() and _suits_widening(x, weight, bias) and not _observed():
-        return _wide_product(x, weight, bias)
-    if not by_onednn() or not _suits(x, weight, bias) or _observed():
+    if widened() and (y := wide_linear(x, weight, bias)) is not None:
+        return y
+    if not by_onednn() or not _suits(x, weight, bias) or torch.is_autocast_enabled("cpu") or observed():
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-        return y
+        recorded: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return recorded
     return _product(x, weight, bias)
 
 
@@ -107,32 +63,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return y
     # Not a view, which no autograd function may return for others to write to; as ``F.linear`` does.
     return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])  # type: ignore[no-any-return]
-
-
-def _wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows, (n, k) = x.reshape(-1, x.shape[-1]).float(), weight.shape
-    y = rows.new_empty(len(rows), n, dtype=x.dtype)
-    step = max(1, PART // k)
-    for start in range(0, n, step):
-        part = slice(start, start + step)
-        wide = weight[part].float().t()
-        y[:, part] = rows @ wide if bias is None else torch.addmm(bias[part].float(), rows, wide)
-    # Not a view: as above.
-    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], n])
-
-
-def _suits_widening(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether autograd records nothing (of our own functions it does not), and the rows are many."""
-    given = (x, weight) if bias is None else (x, weight, bias)
-    return (
-        weight.dim() == 2
-        and x.dim() > 1
-        and x.shape[-1] == weight.shape[1] > 0
-        and x.numel() >= MANY_ROWS * x.shape[-1]
-        and (bias is None or bias.shape == weight.shape[:1])
-        and all(t.is_cpu and t.dtype is x.dtype and type(t) in (Tensor, nn.Parameter) for t in given)
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
-    )
 
 
 class _Linear(torch.autograd.Function):
@@ -165,19 +95,6 @@ def _suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _plain(t: Tensor) -> bool:
     return t.is_cpu and t.dtype is torch.float32 and type(t) in (Tensor, nn.Parameter)
-
-
-def _observed() -> bool:
-    """Whether what runs must be PyTorch's own operators: they are counted, traced, placed, cast or differentiated in
-    other ways."""
-    return (
-        torch.is_autocast_enabled("cpu")
-        or _get_current_dispatch_mode() is not None
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or not torch._C._get_mkldnn_enabled()
-    )
 
 
 class Linear(nn.Linear):
@@ -408,7 +325,7 @@ class _Plain:
         x, whole = kept
         assert whole is not None
         assert isinstance(d, Tensor)
-        dw = None if x is None else torch.mm(d.t(), x.flatten(0, -2)).to(weight.dtype)
+        dw = None if x is None else mm(d.t(), x.flatten(0, -2)).to(weight.dtype)
         return linear(d, whole.t()), dw
 
 
@@ -433,4 +350,4 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif a.is_cuda and total.dtype == torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        total += torch.mm(a, b)
+        total += mm(a, b)

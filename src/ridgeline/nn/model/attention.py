@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ridgeline.nn.kernels.widened import fused_attention, matmul
 from ridgeline.nn.model.flash_blocks import Sequences, computable, varlen_attention, with_sinks
 from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.norm import RMSNorm, UnweightedRMSNorm, compute_dtype
@@ -102,7 +103,7 @@ def probabilities(q: Tensor, k: Tensor, mask: Mask, dtype: torch.dtype) -> Tenso
     groups, total = k.shape[1], k.shape[2]
     # Query heads that share a key head are stacked as more rows of one product, so keys are never repeated.
     q = (q * width**-0.5).reshape(batch, groups, -1, width)
-    scores = torch.matmul(q, k.transpose(-1, -2)).view(batch, heads, length, total)
+    scores = matmul(q, k.transpose(-1, -2)).view(batch, heads, length, total)
     changes = mask.changes
     if changes is not None:
         if changes.soft_cap is not None:
@@ -122,7 +123,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     batch, heads, length, _ = q.shape
     groups, total, width = v.shape[1:]
     weights = probabilities(q, k, mask, v.dtype)
-    return torch.matmul(weights.view(batch, groups, -1, total), v).view(batch, heads, length, width)
+    return matmul(weights.view(batch, groups, -1, total), v).view(batch, heads, length, width)
 
 
 def _softmax_dtype(scores: Tensor) -> torch.dtype:
@@ -139,7 +140,7 @@ def fused(
         return fused(q, k, v, bias, causal, grouped)[..., :width]
     q, k, v = computable(q, k, v)
     bias = bias.to(q.dtype) if bias is not None and bias.is_floating_point() else bias
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped).to(dtype)
+    return fused_attention(q, k, v, bias, causal, grouped).to(dtype)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:

@@ -12,7 +12,6 @@ import math
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.kernels import functions, products
@@ -20,6 +19,7 @@ from ridgeline.nn.kernels.backends import GatedKernel, NormKernel
 from ridgeline.nn.kernels.dispatch import usable
 from ridgeline.nn.kernels.peaks import Wish, shared
 from ridgeline.nn.kernels.products import ServedLinear, is_linear, linear, served_linear
+from ridgeline.nn.kernels.widened import matmul
 from ridgeline.nn.model.attention import Attention, by_heads, naive_attention, project
 from ridgeline.nn.model.joined_weights import (
     Known,
@@ -150,7 +150,7 @@ def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, columns: 
     rows = q.reshape(batch * groups, -1, width)
     keys, values = k.reshape(-1, total, width), v.reshape(-1, total, wide)
     p = functions.probabilities(rows, keys, bias, 1 / math.sqrt(width), columns)
-    return torch.bmm(p, values).view(batch, heads, length, wide)
+    return matmul(p, values).view(batch, heads, length, wide)
 
 
 # ---- projections ----------------------------------------------------------------------------------------------------

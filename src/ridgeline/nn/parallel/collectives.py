@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ridgeline.nn.kernels import products
+from ridgeline.nn.kernels.widened import mm
 from ridgeline.nn.parallel.dtensor import is_dtensor
 
 # torch 2.13 renamed them.
@@ -225,9 +226,9 @@ class _GatheredLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part, weight = ctx.saved_tensors
-        dx = grad @ weight if ctx.needs_input_grad[0] else None
+        dx = products.linear(grad, weight.t()) if ctx.needs_input_grad[0] else None
         x = ctx.gathered.again(part)
-        dw = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        dw = mm(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
         return dx, dw, None, None
 
 

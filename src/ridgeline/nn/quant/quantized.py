@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from ridgeline.nn.kernels.products import linear
 from ridgeline.nn.parallel.collectives import local
 
 
@@ -49,12 +49,12 @@ class _ExpandedMatmul(torch.autograd.Function):
     def forward(ctx, x, expand, *stored):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(*stored)
         ctx.expand = expand
-        return F.linear(x, expand(*stored, dtype=x.dtype))
+        return linear(x, expand(*stored, dtype=x.dtype))
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         stored = ctx.saved_tensors  # once: recomputation hands it out once
-        return grad @ ctx.expand(*stored, dtype=grad.dtype), None, *(None for _ in stored)
+        return linear(grad, ctx.expand(*stored, dtype=grad.dtype).t()), None, *(None for _ in stored)
 
 
 class QuantizedLinear(nn.Module):
