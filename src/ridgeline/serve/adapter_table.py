@@ -135,16 +135,7 @@ class AdapterTable:
     @contextmanager
     def probe(self) -> Iterator[None]:
         """Route all rows through a LoRA of rank 8 around every linear layer, to measure its time."""
-        spec = self.model.spec
-        wanted = chosen(spec, ("all-linear",))
-        state = {f"{name}.{leaf}": torch.zeros(size) for name, (out, into) in wanted.items()
-                 for leaf, size in (("lora_a", (PROBED, into)), ("lora_b", (out, PROBED)))}  # fmt: skip
-        call = Call(name=peft_kind().card.name, options={"rank": PROBED, "targets": ["all-linear"]})
-        self._base_alone()
-        ready = {at: fixed(a) for at, a in adapters(self.model, Loaded(call, state)).items()}
-        if self.slots is not None:
-            self.slots.reserve(ready)
-        self._add("", ready)
+        self.add_zeros("", PROBED)
         if self.slots is None:
             self.tasks.activate_rows([("", slice(None))], dim=1)
         else:
@@ -155,6 +146,20 @@ class AdapterTable:
             self._base_alone()
             self._drop("")
             self._share()
+
+    def add_zeros(self, name: str, rank: int) -> None:
+        """Have a LoRA around every linear layer that adds nothing, whose memory is not counted: for measurements."""
+        wanted = chosen(self.model.spec, ("all-linear",))
+        state = {f"{layer}.{leaf}": torch.zeros(size) for layer, (out, into) in wanted.items()
+                 for leaf, size in (("lora_a", (rank, into)), ("lora_b", (out, rank)))}  # fmt: skip
+        call = Call(name=peft_kind().card.name, options={"rank": rank, "targets": ["all-linear"]})
+        self._base_alone()
+        ready = {at: fixed(a) for at, a in adapters(self.model, Loaded(call, state)).items()}
+        if self.slots is not None:
+            self.slots.reserve(ready)
+        self._add(name, ready)
+        if name:
+            self.held[name], self.version[name] = [], 0
 
     def scope(self, name: str) -> bytes:
         """The key that marks cache blocks computed with an adapter."""

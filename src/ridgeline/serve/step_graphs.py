@@ -289,8 +289,17 @@ class StepGraphs:
     def ready(self, step: PackedStep, size: Size) -> bool:
         """Whether there is a graph for a step, which is captured now if it has adapters and is the first of its size.
         The model must have them already."""
-        if not step.segments:
-            return True
+        return not step.segments or self._capture_adapted(size)
+
+    @torch.inference_mode()
+    def warm_up_adapted(self) -> None:
+        """Capture all steps with adapters, which the model must have already."""
+        for size in reversed([*self.decode_sizes, *self.prompt_sizes]):
+            if self._has_adapted(size):
+                self._capture_adapted(size)
+
+    def _capture_adapted(self, size: Size) -> bool:
+        """Whether there is a graph of this size for steps with adapters, which is captured if it was not yet."""
         if size not in self.adapted:
             try:
                 self._capture = self._capture or self.make()

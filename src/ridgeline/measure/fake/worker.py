@@ -114,13 +114,17 @@ def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> d
     step_graphs.FIRST_RUNS = 1  # which makes what steps keep; there are no libraries that need memory
     scheduling.CAPTURED_TOKENS = (sequences * _PROMPT,)
     engine = make_engine(e, device)
+    names = _adapters(e, engine)
     sequences = min(sequences, engine.limits.max_num_seqs)
     prompt = min(_PROMPT, engine.max_model_len // 2)
     settings = Sampling(max_tokens=16, ignore_eos=True, **sampling)
     for i in range(sequences):
         ids = [(7 * i + 3 * j) % (engine.spec.vocab_size - 2) + 2 for j in range(prompt)]
-        engine.add(EngineRequest(str(i), ids, settings))
+        engine.add(EngineRequest(str(i), ids, settings, adapter=names[i % len(names)]))
     found = {}
+    if any(names) and engine.runner.graphs is not None:  # a server captures these steps when they first come
+        engine.adapters.slots.install()
+        engine.runner.graphs.warm_up_adapted()
     TRACER.reset()
     failed = _stepped(engine)
     found["prefill"] = TRACER.summary() | {"sequences": sequences, "failed": failed}
@@ -131,6 +135,20 @@ def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> d
     failed += _stepped(engine)
     found["decode"] = TRACER.summary() | {"sequences": sequences, "failed": failed, "labels": engine.labels()}
     return found
+
+
+def _adapters(e: Any, engine: Any) -> list[str]:
+    """Load as many LoRA adapters as the plan states, each around every linear layer → the names that requests have in
+    turn, the base first where there are none."""
+    from ridgeline.techniques.registry import techniques_of
+
+    stated = next((t for t in techniques_of(e.plan) if getattr(t, "adapters", 0)), None)
+    if stated is None or engine.adapters is None:
+        return [""]
+    names = [f"adapter {i}" for i in range(stated.adapters)]
+    for name in names:
+        engine.adapters.add_zeros(name, stated.rank)
+    return names
 
 
 def _stepped(engine: Any) -> list[str]:

@@ -29,7 +29,7 @@ from ridgeline.nn.model.joined_weights import (
     merged_weights,
 )
 from ridgeline.nn.model.mask import Mask
-from ridgeline.nn.model.mlp import MLP, expand
+from ridgeline.nn.model.mlp import MLP, expand, gated
 from ridgeline.nn.model.norm import RMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.model.transformer import Transformer, TransformerBlock, add_then_norm
@@ -209,7 +209,8 @@ def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None, known:
     assert mlp.gate_proj is not None
     parts: list[nn.Module] = [mlp.gate_proj, mlp.up_proj]
     if known is not None and (both := known.product(x)) is not None:
-        return functions.bias_activation(both, None, "silu")
+        gate, up = both.chunk(2, -1)
+        return functions.bias_activation(both, None, "silu") if usable(both) else gated(mlp.activation, gate, up)
     if (y := gated_of_codes(x, parts, known)) is not None:
         return y
     found = merged_weights(x, parts, known)
