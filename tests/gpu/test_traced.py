@@ -47,8 +47,11 @@ BUDGETS = {
     "serve mxfp4": ("llama-mini", ["mxfp4:layers=all"], {"prefill": (19, 32), "decode": (17, 25)}),
     "serve fp8": ("llama-mini", ["fp8"], {"prefill": (19, 31), "decode": (17, 25)}),
     "serve adapters": ("llama-mini", ["multi_adapter:adapters=4"], {"prefill": (19, 42), "decode": (17, 40)}),
-    "serve adapters int4": ("llama-mini", ["multi_adapter:adapters=4,rank=20", "rtn:bits=4,group_size=64"],
-                            {"prefill": (19, 48), "decode": (17, 41)}),
+    "serve adapters int4": (
+        "llama-mini",
+        ["multi_adapter:adapters=4,rank=20", "rtn:bits=4,group_size=64"],
+        {"prefill": (19, 48), "decode": (17, 41)},
+    ),
     "serve adapters fp8": ("llama-mini", ["multi_adapter:adapters=4", "fp8"], {"decode": (17, 41)}),
     "serve moe": ("mixtral-tiny", [], {"prefill": (19, 64), "decode": (17, 64)}),
     "serve moe mxfp4": ("mixtral-tiny", ["mxfp4"], {"decode": (17, 60)}),

@@ -2,8 +2,8 @@
 unified paging as in S-LoRA, arXiv:2311.03285: an adapter's memory is taken out of the block pool's).
 
 A step's rows are ordered by adapter, so that each layer's shared product is one and each task's part a few more. On a
-GPU plain LoRA adapters lie in slots, and kernels add those of all rows at once (:mod:`~ridgeline.nn.adapters.lora_slots`);
-a step with a row of another kind of adapter goes from task to task.
+GPU plain LoRA adapters lie in slots, and kernels add those of all rows at once
+(:mod:`~ridgeline.nn.adapters.lora_slots`); a step with a row of another kind of adapter goes from task to task.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class AdapterTable:
     @contextmanager
     def probe(self) -> Iterator[None]:
         """Route all rows through a LoRA of rank 8 around every linear layer, to measure its time."""
-        self.add_zeros("", PROBED)
+        self.add_made("", PROBED)
         if self.slots is None:
             self.tasks.activate_rows([("", slice(None))], dim=1)
         else:
@@ -147,11 +147,16 @@ class AdapterTable:
             self._drop("")
             self._share()
 
-    def add_zeros(self, name: str, rank: int) -> None:
-        """Have a LoRA around every linear layer that adds nothing, whose memory is not counted: for measurements."""
+    def add_made(self, name: str, rank: int, seed: int | None = None) -> None:
+        """Have a LoRA around every linear layer, whose memory is not counted, for measurements: of random numbers, or
+        with no ``seed`` of zeros."""
         wanted = chosen(self.model.spec, ("all-linear",))
         state = {f"{layer}.{leaf}": torch.zeros(size) for layer, (out, into) in wanted.items()
                  for leaf, size in (("lora_a", (rank, into)), ("lora_b", (out, rank)))}  # fmt: skip
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+            for t in state.values():
+                t.normal_(0.0, 0.1, generator=generator)
         call = Call(name=peft_kind().card.name, options={"rank": rank, "targets": ["all-linear"]})
         self._base_alone()
         ready = {at: fixed(a) for at, a in adapters(self.model, Loaded(call, state)).items()}

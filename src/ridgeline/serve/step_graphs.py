@@ -293,7 +293,10 @@ class StepGraphs:
 
     @torch.inference_mode()
     def warm_up_adapted(self) -> None:
-        """Capture all steps with adapters, which the model must have already."""
+        """Capture all steps with the adapters that are loaded."""
+        if self.runner.slots is None:
+            return
+        self.runner.slots.install()
         for size in reversed([*self.decode_sizes, *self.prompt_sizes]):
             if self._has_adapted(size):
                 self._capture_adapted(size)

@@ -105,6 +105,7 @@ def _compressing(e: Any, device: Any) -> dict[str, dict[str, Any]]:
 
 def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> dict[str, dict[str, Any]]:
     from ridgeline.measure.fake.tracer import TRACER
+    from ridgeline.measure.made_adapters import add_stated
     from ridgeline.serve import step_graphs
     from ridgeline.serve.build_engine import make_engine
     from ridgeline.serve.request import EngineRequest, Sampling
@@ -114,7 +115,7 @@ def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> d
     step_graphs.FIRST_RUNS = 1  # which makes what steps keep; there are no libraries that need memory
     scheduling.CAPTURED_TOKENS = (sequences * _PROMPT,)
     engine = make_engine(e, device)
-    names = _adapters(e, engine)
+    names = add_stated(e.plan, engine)
     sequences = min(sequences, engine.limits.max_num_seqs)
     prompt = min(_PROMPT, engine.max_model_len // 2)
     settings = Sampling(max_tokens=16, ignore_eos=True, **sampling)
@@ -123,7 +124,6 @@ def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> d
         engine.add(EngineRequest(str(i), ids, settings, adapter=names[i % len(names)]))
     found = {}
     if any(names) and engine.runner.graphs is not None:  # a server captures these steps when they first come
-        engine.adapters.slots.install()
         engine.runner.graphs.warm_up_adapted()
     TRACER.reset()
     failed = _stepped(engine)
@@ -135,20 +135,6 @@ def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> d
     failed += _stepped(engine)
     found["decode"] = TRACER.summary() | {"sequences": sequences, "failed": failed, "labels": engine.labels()}
     return found
-
-
-def _adapters(e: Any, engine: Any) -> list[str]:
-    """Load as many LoRA adapters as the plan states, each around every linear layer → the names that requests have in
-    turn, the base first where there are none."""
-    from ridgeline.techniques.registry import techniques_of
-
-    stated = next((t for t in techniques_of(e.plan) if getattr(t, "adapters", 0)), None)
-    if stated is None or engine.adapters is None:
-        return [""]
-    names = [f"adapter {i}" for i in range(stated.adapters)]
-    for name in names:
-        engine.adapters.add_zeros(name, stated.rank)
-    return names
 
 
 def _stepped(engine: Any) -> list[str]:

@@ -35,8 +35,8 @@ OUTPUTS = 128
 @quick
 @triton.jit(do_not_specialize=["m", "slices", "per_split"])
 def _lora_shrink(x, a, items, ranks, scales, parts, m, k, slices, capacity, per_split, EVEN: tl.constexpr,
-            BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-            EARLY: tl.constexpr = False):  # fmt: skip
+                 BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+                 EARLY: tl.constexpr = False):  # fmt: skip
     """``parts`` [splits, m, slices · capacity] of scale · x Aᵀ; see :func:`add_lora`. ``per_split``: blocks of inputs
     of a part. ``EVEN``: none reaches over the edge."""
     wait(EARLY)
@@ -76,7 +76,8 @@ def _lora_shrink(x, a, items, ranks, scales, parts, m, k, slices, capacity, per_
 @quick
 @triton.jit(do_not_specialize=["m", "slices", "splits"])
 def _lora_expand(parts, b, items, ranks, y, m, n, slices, capacity, splits, first_width, second_width,
-            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+                 EARLY: tl.constexpr = False):  # fmt: skip
     """Adds the sum of ``parts`` times B to ``y`` [m, n]; see :func:`add_lora`. ``first_width``, ``second_width``:
     outputs of the first two slices; a program's are all of one."""
     wait(EARLY)
@@ -118,8 +119,8 @@ def _lora_expand(parts, b, items, ranks, y, m, n, slices, capacity, splits, firs
 def add_lora(x: Tensor, y: Tensor, items: Tensor, stack: Stack) -> None:
     """Add scale · (x Aᵀ) Bᵀ of each row's adapter to ``y`` [m, Σ outputs] in place, which the base has made of ``x``
     [m, in]; both contiguous. ``items`` int32 [blocks, 3]: slot, first row and the row behind the last one, of at most
-    :func:`~ridgeline.nn.kernels.lora_stack.tile` rows; the last two are equal where there is no block. Rows in none of them
-    stay as they are. Up to three slices of outputs have adapters of their own."""
+    :func:`~ridgeline.nn.kernels.lora_stack.tile` rows; the last two are equal where there is no block. Rows in none of
+    them stay as they are. Up to three slices of outputs have adapters of their own."""
     (m, k), n = x.shape, y.shape[1]
     slices, capacity, size = len(stack.widths), stack.capacity, tile(m)
     few = size <= FEW_ROWS

@@ -71,7 +71,9 @@ class MultiAdapter(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Hold every adapter, and add to each product two thin ones with the adapters requested by its rows, each as
-        one grouped kernel (Punica, arXiv:2310.18547; an engine that loops over adapters takes longer)."""
+        one grouped kernel (Punica, arXiv:2310.18547; an engine that loops over adapters takes longer). Engines that
+        merge products merge these, too, where they do so
+        (:func:`ridgeline.predict.serving.engine_fusions.fuse`)."""
         return g.each_block(self._beside, layers_only=True) if self.adapters else g
 
     def _beside(self, b: Block) -> None:
