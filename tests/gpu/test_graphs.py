@@ -355,14 +355,16 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="operators stand for the kernels, in fp64")
-@pytest.mark.parametrize("joined", [False, True])
-def test_adapters_come_and_go_between_replays(made, folders, joined):
+@pytest.mark.parametrize(("joined", "ahead"), [(False, True), (True, False)])
+def test_adapters_come_and_go_between_replays(made, folders, joined, ahead):
     """The graphs of the base stay those of the base; the others are captured as they are needed, and again only where
     there are too few slots, or another layer has an adapter."""
     engine = made("llama-mini", True)
     if joined:
         join_served(engine.model)
     in_slots(engine, 1e6)
+    if ahead:
+        assert engine.go_ahead() == ""
     graphs, slots = engine.runner.graphs, engine.runner.slots
     steps, captured, plain = replayed(engine), [], graphs._captured
     graphs._captured = lambda size, *more: captured.append(size) or plain(size, *more)
@@ -407,6 +409,7 @@ def test_adapters_come_and_go_between_replays(made, folders, joined):
     engine.load_adapter("lora", folders["lora"])
     assert served("lora")[1] > 4
     assert captured
+    engine.close()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="operators stand for the kernels, in fp64")

@@ -1,9 +1,11 @@
 """Many tasks over one base: each request gets the tokens of a model with its adapter alone."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
+from tests.nn.conftest import CONFIGS
 from tests.serving import LORAS, adapted, adapters_in, ask, engine, greedy, in_slots, model, run
 
 from ridgeline.nn.model import fused
@@ -11,6 +13,7 @@ from ridgeline.nn.model.served import join_served
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.serve.request import EngineRequest, Invalid
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear
 from ridgeline.train.adapter_folder import attach, load_adapter
 
@@ -142,6 +145,27 @@ def test_refusals(folders, tmp_path):
         eng.unload_adapter("x")
     with pytest.raises(Invalid, match="switch on multi_adapter"):
         engine(model()).load_adapter("x", folders["lora"])
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_of_latent_attention_all_but_the_last_projection_of_keys(tmp_path, slots, monkeypatch):
+    """That is multiplied into the queries of all requests at once."""
+    from dataclasses import replace
+
+    spec = ModelSpec.from_config({**CONFIGS["deepseek_v3"], "vocab_size": 300}, name="d")
+    monkeypatch.setattr("tests.serving.model", partial(model, **spec.model_dump()))
+    made = model(**spec.model_dump())
+    kinds = {"all": {"rank": 4, "targets": ["q_b_proj", "kv_b_proj"]},
+             "others": {"rank": 4, "targets": ["q_a_proj", "q_b_proj", "kv_a_proj", "o_proj"]}}  # fmt: skip
+    folders = adapters_in(tmp_path, kinds=kinds)
+    eng = engine(made, "multi_adapter")
+    eng = in_slots(eng) if slots else eng
+    with pytest.raises(UserError, match="kv_b_proj, which latent attention"):
+        eng.load_adapter("all", folders["all"])
+    eng.load_adapter("others", folders["others"])
+    got, _ = run(eng, replace(ask("a", prompt_of(1), 6), adapter="others"), ask("b", prompt_of(2), 6))
+    assert got["a", 0] == greedy(adapted(folders["others"]), prompt_of(1), 6)
+    assert got["b", 0] == greedy(model(**spec.model_dump()), prompt_of(2), 6)
 
 
 def test_an_encoder_reads_for_all_its_tasks_in_one_batch(tmp_path):

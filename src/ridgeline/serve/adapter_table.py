@@ -23,11 +23,14 @@ from ridgeline.nn.model.transformer import Transformer
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.request import Invalid
 from ridgeline.serve.sequence import Sequence
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.plan import Call
 from ridgeline.spec.targets import chosen
 from ridgeline.techniques.adapters.adapted import peft_kind
 from ridgeline.train.adapter_folder import Loaded, adapters, load_adapter
 
+NOT_BY_ROW = "kv_b_proj"
+"""A layer that is not multiplied by the rows of a step."""
 PROBED = 8
 """Rank of the adapter that represents all others when costs are measured."""
 
@@ -61,6 +64,10 @@ class AdapterTable:
         if not name or (name in self.held and not replace):
             raise Invalid("lora_name", f"{name!r} is {'taken' if name else 'no name'}", "choose another, or unload it")
         loaded = load_adapter(folder, self.model.spec)
+        shared = next((key for key in loaded.state if NOT_BY_ROW in key), "")
+        if shared:
+            what = f"the adapter changes {shared.rpartition('.')[0]}, which latent attention multiplies into all queries"
+            raise UserError(f"{what} of a step and not by each request's rows", "merge it into the model")
         self._base_alone()
         ready = {at: fixed(adapter) for at, adapter in adapters(self.model, loaded).items()}
         slots = self.slots if self.slots is not None and self.slots.takes(ready) else None
@@ -150,7 +157,8 @@ class AdapterTable:
     def add_made(self, name: str, rank: int, seed: int | None = None) -> None:
         """Have a LoRA around every linear layer, whose memory is not counted, for measurements: of random numbers, or
         with no ``seed`` of zeros."""
-        wanted = chosen(self.model.spec, ("all-linear",))
+        every = chosen(self.model.spec, ("all-linear",))
+        wanted = {layer: size for layer, size in every.items() if not layer.endswith(NOT_BY_ROW)}
         state = {f"{layer}.{leaf}": torch.zeros(size) for layer, (out, into) in wanted.items()
                  for leaf, size in (("lora_a", (rank, into)), ("lora_b", (out, rank)))}  # fmt: skip
         if seed is not None:

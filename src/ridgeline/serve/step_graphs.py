@@ -294,7 +294,7 @@ class StepGraphs:
     @torch.inference_mode()
     def warm_up_adapted(self) -> None:
         """Capture all steps with the adapters that are loaded."""
-        if self.runner.slots is None:
+        if self.runner.slots is None or not self.runner.slots.slot:
             return
         self.runner.slots.install()
         for size in reversed([*self.decode_sizes, *self.prompt_sizes]):
