@@ -66,8 +66,8 @@ class AdapterTable:
         loaded = load_adapter(folder, self.model.spec)
         shared = next((key for key in loaded.state if NOT_BY_ROW in key), "")
         if shared:
-            what = f"the adapter changes {shared.rpartition('.')[0]}, which latent attention multiplies into all queries"
-            raise UserError(f"{what} of a step and not by each request's rows", "merge it into the model")
+            what = f"the adapter changes {shared.rpartition('.')[0]}, which latent attention multiplies into queries"
+            raise UserError(f"{what} of all requests, not by each one's rows", "merge it into the model")
         self._base_alone()
         ready = {at: fixed(adapter) for at, adapter in adapters(self.model, loaded).items()}
         slots = self.slots if self.slots is not None and self.slots.takes(ready) else None
