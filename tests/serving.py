@@ -103,9 +103,9 @@ def add_lora(x, y, items, stack):
     y.add_(added.where(mine.any(0)[:, None], 0.0))
 
 
-def in_slots(eng, block_bytes=4096.0):
+def in_slots(eng, block_bytes=4096.0, add=add_lora):
     """Have an engine keep its LoRA adapters in slots, as on a GPU."""
-    eng.runner.slots = LoraSlots(eng.model, add_lora)
+    eng.runner.slots = LoraSlots(eng.model, add)
     eng.adapters = AdapterTable(eng.model, eng.blocks, block_bytes, eng.max_model_len, eng.runner.slots)
     eng.runner.route = eng.adapters.route
     return eng

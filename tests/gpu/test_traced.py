@@ -145,6 +145,16 @@ def test_a_gpu_has_the_next_step_while_the_host_waits_for_tokens(traced, name):
     assert found.launches <= found.behind + 1  # all of it but the numbers that went ahead
 
 
+@pytest.mark.parametrize("name", ["serve adapters", "serve adapters int4", "serve adapters fp8"])
+def test_adapters_are_two_kernels_behind_each_merged_product(traced, name):
+    """However many there are, of four products of each of two layers; all else is as without them."""
+    step = traced[name]["decode"]
+    assert step.kernels["lora_shrink"] == step.kernels["lora_expand"] == 8
+    base = traced[name.replace(" adapters", "")]["decode"]
+    assert step.replayed == base.replayed + 16
+    assert step.launches == base.launches
+
+
 def test_one_sequence_is_multiplied_by_the_kernel_for_one_row(traced):
     """Four products of each of two layers in the graph, SwiGLU within one of them, and the head; of two sequences
     none."""

@@ -1,11 +1,15 @@
 """Adapters of a step's rows at once, against each row by itself in fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.nn.interpreter import DEVICE
+from tests.serving import LORAS, adapters_in, ask, engine, in_slots, model, run
 
 from ridgeline.nn.kernels.grouped_lora import add_lora
 from ridgeline.nn.kernels.lora_stack import Stack, cut, most_cut, tile
+from ridgeline.nn.model.served import join_served
 
 WIDTHS = {"one": (40,), "gate and up": (144, 144), "queries, keys, values": (136, 24, 24)}
 NAN = float("nan")
@@ -103,6 +107,25 @@ def test_a_row_is_the_same_whatever_others_are_in_the_step():
     x[:7], x[8:] = NAN, NAN
     add_lora(x, again, items_of([(0, 0, 7), (1, 7, 8), (2, 8, 40)], 40), stack)
     assert torch.equal(again[7], alone[0])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the model is on the CPU")
+def test_served_tokens_are_those_of_one_adapter_after_the_other(tmp_path):
+    """By the kernels, behind merged projections, in fp32."""
+    folders = adapters_in(tmp_path, kinds=LORAS)
+
+    def served(in_them):
+        made = model(dtype=torch.float32)
+        if in_them:
+            join_served(made)
+        eng = engine(made, "multi_adapter")
+        eng = in_slots(eng, add=add_lora) if in_them else eng
+        for name, folder in folders.items():
+            eng.load_adapter(name, folder)
+        prompts = {n: list(range(3 + 4 * i, 12 + 6 * i)) for i, n in enumerate(["", *folders])}
+        return run(eng, *[replace(ask(n, prompt, 3), adapter=n) for n, prompt in prompts.items()])[0]
+
+    assert served(True) == served(False)
 
 
 @pytest.mark.parametrize(("rows", "segments"), [(1, 4), (8, 4), (64, 16), (65, 300), (512, 3), (1000, 64)])
