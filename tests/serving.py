@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from ridgeline import catalog
+from ridgeline.nn.adapters.lora_slots import LoraSlots
 from ridgeline.nn.checkpoint.peft import save_lora, save_own, state_of
 from ridgeline.nn.model.init import build
+from ridgeline.serve.adapter_table import AdapterTable
 from ridgeline.serve.build_engine import DEFAULT_PLAN, make_engine
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.spec.experiment import Experiment
@@ -47,15 +49,24 @@ ADAPTERS = {
 """Every kind of adapter, with options."""
 
 
-def adapters_in(folder, base="llama-mini"):
+LORAS = {
+    "lora": {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]},
+    "wide": {"rank": 20, "targets": ["all-linear"]},
+    "other": {"rank": 3, "targets": ["k_proj", "o_proj", "up_proj"], "rslora": True},
+}
+"""LoRA adapters of several ranks around several layers."""
+
+
+def adapters_in(folder, base="llama-mini", kinds=ADAPTERS):
     """A trained-looking adapter of each kind for :func:`model`, saved as training saves them: folders by kind."""
     made, out = model(base), {}
-    for i, (name, options) in enumerate(ADAPTERS.items()):
-        kind = "lora" if name == "dora" else name
+    for i, (name, options) in enumerate(kinds.items()):
+        kind = "lora" if "rank" in options else name
         technique = make(Call(name=kind, options=options))
         generator, state = torch.Generator().manual_seed(i), {}
         for at, layer in list(made.named_modules()):
             everywhere = kind not in ("lora", "bottleneck_adapter")
+            everywhere = everywhere or technique.targets == ("all-linear",)
             if not at.endswith("_proj") or not (everywhere or at.rpartition(".")[2] in technique.targets):
                 continue
             for leaf, t in technique.around(layer).state().items():
@@ -76,6 +87,28 @@ def adapted(folder, base="llama-mini"):
     made = model(base)
     attach(made, load_adapter(folder, made.spec))
     return made
+
+
+def add_lora(x, y, items, stack):
+    """:func:`ridgeline.nn.kernels.grouped_lora.add_lora` by PyTorch's operators, which look at no number on the
+    host."""
+    row, (slot, first, end) = torch.arange(len(x), device=x.device), items.t()[:, :, None]
+    mine = (row >= first) & (row < end)
+    of = (mine * slot).sum(0)
+    mid = torch.einsum("mk,mrk->mr", x, stack.a[of]).unflatten(1, (len(stack.widths), -1))
+    held = torch.arange(stack.capacity, device=x.device) < stack.ranks[of][:, :, None]
+    mid = (mid * stack.scales[of][:, :, None]).where(held, 0.0).to(x.dtype)
+    parts = zip(mid.unbind(1), stack.b[of].split(stack.widths, 2), strict=True)
+    added = torch.cat([torch.einsum("mr,mrn->mn", m, b) for m, b in parts], 1)
+    y.add_(added.where(mine.any(0)[:, None], 0.0))
+
+
+def in_slots(eng, block_bytes=4096.0, add=add_lora):
+    """Have an engine keep its LoRA adapters in slots, as on a GPU."""
+    eng.runner.slots = LoraSlots(eng.model, add)
+    eng.adapters = AdapterTable(eng.model, eng.blocks, block_bytes, eng.max_model_len, eng.runner.slots)
+    eng.runner.route = eng.adapters.route
+    return eng
 
 
 def experiment(model_spec, plan, **fields):

@@ -33,6 +33,7 @@ from ridgeline.nn.kernels import (
     gemv,
     gpu,
     grouped_codes,
+    grouped_lora,
     lowbit_matmul,
     paged_attention,
     paged_store,
@@ -41,6 +42,7 @@ from ridgeline.nn.kernels import (
 )
 from ridgeline.nn.kernels.ahead_of_time import compiling, measured
 from ridgeline.nn.kernels.gather_heads import gather_heads
+from ridgeline.nn.kernels.lora_stack import LEAST_RANK, Stack, most_cut
 from ridgeline.nn.kernels.peaks import GatedGradient, room
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.quant.quantized_kv import KINDS
@@ -279,6 +281,29 @@ def products() -> Iterator[Case]:
         yield Case(f"ternary rows={lines} {out}x{width} {NAMES[dtype]}", ternary, False)
 
 
+LORA = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate and up": (4096, (14336, 14336)),
+        "down": (14336, (4096,))}  # fmt: skip
+"""Inputs and outputs of what Llama 3.1 8B multiplies, slice by slice."""
+
+
+def adapters() -> Iterator[Case]:
+    """Low-rank adapters of a step's rows: 16 of them."""
+    for (name, (width, outs)), rank, rows, dtype in (
+        *((*given, BF16) for given in product(LORA.items(), (8, 16, 64), (1, 8, 64, 512))),
+        (("odd", (2880, (2880, 100))), 8, 100, F16), (("fp32", (2048, (2048,))), 16, 64, F32),
+    ):  # fmt: skip
+
+        def call(width=width, outs=outs, rank=rank, rows=rows, dtype=dtype):
+            slices, room = len(outs), max(rank, LEAST_RANK)
+            stack = Stack(e(16, slices * room, width, dtype=dtype), e(16, room, sum(outs), dtype=dtype),
+                          e(16, slices, dtype=I32), e(16, slices, dtype=F32), outs)  # fmt: skip
+            items = e(most_cut(rows, 16), 3, dtype=I32)
+            grouped_lora.add_lora(e(rows, width, dtype=dtype), e(rows, sum(outs), dtype=dtype), items, stack)
+
+        quick = (name, rank) == ("qkv", 8) and rows in (8, 512)
+        yield Case(f"lora {name} rank={rank} rows={rows} {NAMES[dtype]}", call, quick)
+
+
 SERVED_WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (3072, 2048), (2048, 2048),
                   (16384, 2048), (2048, 8192))  # fmt: skip
 """[out, in] of the merged projections of models of 8B and 1B, and of a head."""
@@ -385,8 +410,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as", dest="name", default="after", help="the name of these rows in the file")
     args = parser.parse_args()
-    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *skinny_products(),
-             *training(), *writes(), *paged())  # fmt: skip
+    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *adapters(),
+             *skinny_products(), *training(), *writes(), *paged())  # fmt: skip
     cases = [c for c in every if any(name in c.label for name in args.only)]
     cases = [c for c in cases if args.skip not in c.label and (c.quick or not args.quick)]
     rows, start = [], time.time()

@@ -23,6 +23,8 @@ LONGEST = 5000
 s."""
 FLASH = ("_attend_spans", "_queries_backward", "_keys_backward")
 """Attention in training."""
+LORA = ("_lora_shrink", "_lora_expand")
+"""Adapters of a step's rows."""
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "compile_kernels.py"
 
 
@@ -70,6 +72,10 @@ def no_waste(rows):
         if r["kernel"] in ("_attend", "_attend_few", "_few", "_tiles", "_product_of_rows", *FLASH):
             assert r["tensor"] > 0, r
             assert r["asynchronous"] > 0, r
+        elif r["kernel"] in LORA:
+            assert (r["tensor"] > 0) == ("fp32" not in r["case"]), r  # which are not rounded to fewer bits
+            assert (r["asynchronous"] > 0) == (r["kernel"] == "_lora_shrink"), r
+            assert any(int(bits) >= 64 for bits in r["loads"]), r
         elif r["kernel"] not in ("_row", "_merge", "_write"):
             assert any(int(bits) >= 64 for bits in r["loads"]), r
 
@@ -183,6 +189,21 @@ def test_a_few_rows_are_multiplied_by_four_warps_at_a_time(hopper):
         assert how.programs <= together
 
 
+@pytest.mark.parametrize(("rows", "blocks"), [(8, 8), (512, 23)])
+def test_adapters_of_all_rows_are_two_launches(hopper, rows, blocks):
+    """Queries, keys and values of Llama 3.1 8B, 16 adapters of rank 8. Few rows: their A and B are read at most once,
+    128 bits at a time, and issuing takes at most half of a part's time: its processor's share of the bandwidth is 14.5
+    bytes a cycle, and 16 lines of 256 inputs are taken at a time."""
+    shrink, expand = (only(hopper, f"lora qkv rank=8 rows={rows} bf16", kernel) for kernel in LORA)
+    assert shrink["grid"] == [blocks, 3, 4]
+    assert expand["grid"] == [blocks, (4096 + 1024 + 1024) // 128]
+    for r in (shrink, expand):
+        assert r["registers"] <= 128
+        assert r["loads"]["128"] >= 3
+    if rows == 8:
+        assert shrink["loop"] < 0.5 * 16 * 256 * 2 / (3350 / 132 / 1.755)
+
+
 def test_rows_and_heads_share_a_program(hopper):
     assert only(hopper, "rotate", "_rotate")["grid"] == [16384]  # rows
     assert only(hopper, "norm backward rms", "_add_norm_backward")["grid"] == [2 * 132]  # of 512 threads, per processor
@@ -202,7 +223,7 @@ def test_low_bit_products_and_wide_heads_of_ada(ada):
 
 
 STARTED_EARLY = {"_product_of_row", "_product_of_rows", "_tiles", "_few", "_add_norm", "_activation", "_write",
-                 "_attend", "_attend_few", "_merge", "_rotate"}  # fmt: skip
+                 "_attend", "_attend_few", "_merge", "_rotate", *LORA}  # fmt: skip
 """Kernels of a decode step."""
 
 

@@ -8,17 +8,19 @@ import gc
 import math
 import random
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.serving import model, run
+from tests.serving import LORAS, adapted, adapters_in, ask, greedy, in_slots, model, run
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.model.moe import Experts
+from ridgeline.nn.model.served import join_served
 from ridgeline.serve import build_engine, step_graphs
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.draft_tree import Draft
@@ -346,7 +348,82 @@ def test_decode_steps_are_captured_where_steps_with_prompts_cannot_be(made, monk
     assert not any(size.prompts for _, size in steps)
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    kinds = LORAS | {"dora": {"rank": 2, "targets": ["q_proj"], "dora": True}}
+    return adapters_in(tmp_path_factory.mktemp("adapters"), kinds=kinds)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="operators stand for the kernels, in fp64")
+@pytest.mark.parametrize(("joined", "ahead"), [(False, True), (True, False)])
+def test_adapters_come_and_go_between_replays(made, folders, joined, ahead):
+    """The graphs of the base stay those of the base; the others are captured as they are needed, and again only where
+    there are too few slots, or another layer has an adapter."""
+    engine = made("llama-mini", True)
+    if joined:
+        join_served(engine.model)
+    in_slots(engine, 1e6)
+    if ahead:
+        assert engine.go_ahead() == ""
+    graphs, slots = engine.runner.graphs, engine.runner.slots
+    steps, captured, plain = replayed(engine), [], graphs._captured
+    graphs._captured = lambda size, *more: captured.append(size) or plain(size, *more)
+    lengths = {"": 5, "lora": 7, "wide": 11, "other": 3, "dora": 9}
+    prompts = {name: [(5 * j + n) % 300 for j in range(n)] for name, n in lengths.items()}
+    want = {name: greedy(adapted(folders[name]) if name else model(), prompt, 8) for name, prompt in prompts.items()}
+
+    def served(*names):
+        """Whose tokens are right, and how many steps with adapters were replayed, of prompts and of others."""
+        steps.clear(), captured.clear()
+        got, _ = run(engine, *[replace(ask(n, prompts[n], 8), adapter=n) for n in names])
+        assert {name: tokens for (name, _), tokens in got.items()} == {name: want[name] for name in names}
+        with_adapters = [bool(size.prompts) for step, size in steps if step.segments]
+        return with_adapters.count(True), with_adapters.count(False)
+
+    engine.load_adapter("lora", folders["lora"])
+    assert served("") == (0, 0)
+    assert steps
+    assert not captured
+    assert min(served("", "lora")) > 0
+    assert len(captured) == len(set(captured)) > 1
+    engine.load_adapter("wide", folders["wide"])  # with others of its layers
+    assert min(served("wide", "lora", "")) > 0
+    version = slots.version
+    engine.load_adapter("other", folders["other"])
+    assert served("wide", "other", "lora", "")[1] > 4
+    for gone in ("lora", "wide"):
+        engine.unload_adapter(gone)
+    engine.load_adapter("wide", folders["wide"])
+    assert served("wide", "")[1] > 4
+    assert served("other", "wide", "")[1] > 4
+    assert served("other", "wide", "")[1] > 4
+    assert not captured
+    assert slots.version == version
+    engine.load_adapter("dora", folders["dora"])
+    assert served("dora") == (0, 0)
+    assert not steps
+    assert served("other")[1] > 4
+    for name in ("dora", "wide", "other"):
+        engine.unload_adapter(name)
+    assert served("") == (0, 0)
+    engine.load_adapter("lora", folders["lora"])
+    assert served("lora")[1] > 4
+    assert captured
+    engine.close()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="operators stand for the kernels, in fp64")
+def test_steps_with_adapters_that_cannot_be_captured_run_without(made, folders, monkeypatch):
+    engine = in_slots(made("llama-mini", True), 1e6)
+    engine.load_adapter("lora", folders["lora"])
+    add = engine.runner.slots.rows.add
+    engine.runner.slots.rows.add = lambda x, y, items, stack: items.tolist() and add(x, y, items, stack)
+    with pytest.warns(UserWarning, match="adapters run without CUDA graphs"):
+        got, _ = run(engine, replace(ask("r", [1, 2, 3], 8), adapter="lora"))
+    assert got["r", 0] == greedy(adapted(folders["lora"]), [1, 2, 3], 8)
+
+
 def test_techniques_say_what_cannot_be_captured():
     not_captured = {name for name, t in registry().items() if not t.captured}
-    assert {"zero_inference", "moe_offload", "multi_adapter", "tensor_parallel"} <= not_captured
-    assert not not_captured & {"paged_kv", "kv_quant", "rtn", "flash_attention"}
+    assert {"zero_inference", "moe_offload", "tensor_parallel"} <= not_captured
+    assert not not_captured & {"multi_adapter", "paged_kv", "kv_quant", "rtn", "flash_attention"}

@@ -46,6 +46,13 @@ BUDGETS = {
     "serve int4": ("llama-mini", ["rtn:bits=4,group_size=64"], {"prefill": (19, 32), "decode": (17, 25)}),
     "serve mxfp4": ("llama-mini", ["mxfp4:layers=all"], {"prefill": (19, 32), "decode": (17, 25)}),
     "serve fp8": ("llama-mini", ["fp8"], {"prefill": (19, 31), "decode": (17, 25)}),
+    "serve adapters": ("llama-mini", ["multi_adapter:adapters=4"], {"prefill": (19, 42), "decode": (17, 40)}),
+    "serve adapters int4": (
+        "llama-mini",
+        ["multi_adapter:adapters=4,rank=20", "rtn:bits=4,group_size=64"],
+        {"prefill": (19, 48), "decode": (17, 41)},
+    ),
+    "serve adapters fp8": ("llama-mini", ["multi_adapter:adapters=4", "fp8"], {"decode": (17, 41)}),
     "serve moe": ("mixtral-tiny", [], {"prefill": (19, 64), "decode": (17, 64)}),
     "serve moe mxfp4": ("mixtral-tiny", ["mxfp4"], {"decode": (17, 60)}),
 }
@@ -137,6 +144,16 @@ def test_predicted_casts_to_fp8_are_those_that_are_launched(traced, scaling):
 def test_a_gpu_has_the_next_step_while_the_host_waits_for_tokens(traced, name):
     found = traced[name]["decode"]
     assert found.launches <= found.behind + 1  # all of it but the numbers that went ahead
+
+
+@pytest.mark.parametrize("name", ["serve adapters", "serve adapters int4", "serve adapters fp8"])
+def test_adapters_are_two_kernels_behind_each_merged_product(traced, name):
+    """However many there are, of four products of each of two layers; all else is as without them."""
+    step = traced[name]["decode"]
+    assert step.kernels["lora_shrink"] == step.kernels["lora_expand"] == 8
+    base = traced[name.replace(" adapters", "")]["decode"]
+    assert step.replayed == base.replayed + 16
+    assert step.launches == base.launches
 
 
 def test_one_sequence_is_multiplied_by_the_kernel_for_one_row(traced):

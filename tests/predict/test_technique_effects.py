@@ -5,12 +5,14 @@ import json
 import pytest
 
 from ridgeline import catalog, experiments
-from ridgeline.graph import Op
+from ridgeline.graph import Op, tokens_graph
 from ridgeline.graph.graph import changed
 from ridgeline.predict import predict, without_effect
+from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.kernel import op_time
 from ridgeline.predict.serving.arrivals import requests
 from ridgeline.predict.serving.engine_costs import ENGINES, PLANNED, find_engine
+from ridgeline.predict.serving.engine_fusions import fuse
 from ridgeline.predict.serving.simulate import surface_of
 from ridgeline.spec.draft_head import CONFIG, FORMAT, head_spec
 from ridgeline.spec.huggingface import to_hf_config
@@ -136,6 +138,35 @@ def test_adapters_take_memory_of_the_cache_and_time():
     per_token = 2 * 32 * 32 * 128 * 2
     assert plain["kv_cache_tokens"] - loaded["kv_cache_tokens"] == pytest.approx(held / per_token, abs=1)
     assert loaded["tpot_s"] > plain["tpot_s"]
+
+
+def test_adapters_on_our_engine_are_two_products_for_each_input():
+    """In captured steps, so that the host's launches do not decide: over all rows of a step and merged layers. Engines
+    that launch two products for each layer take longer for them."""
+    plan = ["continuous_batching", "paged_kv", "flash_attention", "padding_free"]
+    more = {}
+    for engine in ("ridgeline", "vllm"):
+        w = {"kind": "serve", "prompt_len": 512, "output_len": 32, "concurrency": 16, "requests": 16, "dtype": "bf16",
+             "engine": engine}  # fmt: skip
+        both = [predict(experiments.make("llama3.1-8b", "h100-sxm", w, [*plan, *p])).metrics["itl_p50_s"].value
+                for p in ([], ["multi_adapter:adapters=16,rank=16"])]  # fmt: skip
+        more[engine] = both[1] - both[0]
+    assert 0 < more["ridgeline"] < more["vllm"] < 3e-3
+    e = experiments.make("llama3.1-8b", "h100-sxm", {**w, "engine": "ridgeline"}, [*plan, "multi_adapter:adapters=4"])
+    e, techniques = resolve(e)
+    g = rewritten(tokens_graph(e.model, 8, 1, 1, e.dtype), e, techniques)
+    plain = {o.name: o for b in g.blocks for o in b.forward if ".lora_" in o.name}
+    g = fuse(g, find_engine("ridgeline", e.cluster.device), e.model)
+    ops = {o.name: o for b in g.blocks for o in b.forward if ".lora_" in o.name}
+    names = ("attention.q_proj", "attention.o_proj", "mlp.gate_proj", "mlp.down_proj")
+    assert sorted(ops) == sorted(f"{n}.lora_{what}" for n in names for what in ("shrink", "expand"))
+    assert ops["attention.q_proj.lora_shrink"].shape == (8, 24, 4096)
+    assert ops["mlp.gate_proj.lora_expand"].shape == (8, 28672, 8)
+    assert sum(o.flops for o in ops.values()) == pytest.approx(sum(o.flops for o in plain.values()))
+    moved = {leaf: sum(o.bytes for o in plain.values() if o.name.endswith(leaf)) for leaf in ("_a", "_b", "_add")}
+    shrunk, expanded = (sum(o.bytes for n, o in ops.items() if n.endswith(w)) for w in ("shrink", "expand"))
+    assert moved["_a"] - shrunk == pytest.approx(3 * 8 * 4096 * 2)  # inputs that are read once for several layers
+    assert expanded == pytest.approx(moved["_b"] + moved["_add"] / 3)
 
 
 def test_pads_cost_what_lengths_differ():

@@ -1,14 +1,19 @@
 """Many tasks over one base: each request gets the tokens of a model with its adapter alone."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
-from tests.serving import adapted, adapters_in, ask, engine, greedy, model, run
+from tests.nn.conftest import CONFIGS
+from tests.serving import LORAS, adapted, adapters_in, ask, engine, greedy, in_slots, model, run
 
+from ridgeline.nn.model import fused
+from ridgeline.nn.model.served import join_served
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.serve.request import EngineRequest, Invalid
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear
 from ridgeline.train.adapter_folder import attach, load_adapter
 
@@ -16,6 +21,11 @@ from ridgeline.train.adapter_folder import attach, load_adapter
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return adapters_in(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory):
+    return adapters_in(tmp_path_factory.mktemp("loras"), kinds=LORAS)
 
 
 def alone(folder, prompt, new):
@@ -137,6 +147,27 @@ def test_refusals(folders, tmp_path):
         engine(model()).load_adapter("x", folders["lora"])
 
 
+@pytest.mark.parametrize("slots", [False, True])
+def test_of_latent_attention_all_but_the_last_projection_of_keys(tmp_path, slots, monkeypatch):
+    """That is multiplied into the queries of all requests at once."""
+    from dataclasses import replace
+
+    spec = ModelSpec.from_config({**CONFIGS["deepseek_v3"], "vocab_size": 300}, name="d")
+    monkeypatch.setattr("tests.serving.model", partial(model, **spec.model_dump()))
+    made = model(**spec.model_dump())
+    kinds = {"all": {"rank": 4, "targets": ["q_b_proj", "kv_b_proj"]},
+             "others": {"rank": 4, "targets": ["q_a_proj", "q_b_proj", "kv_a_proj", "o_proj"]}}  # fmt: skip
+    folders = adapters_in(tmp_path, kinds=kinds)
+    eng = engine(made, "multi_adapter")
+    eng = in_slots(eng) if slots else eng
+    with pytest.raises(UserError, match="kv_b_proj, which latent attention"):
+        eng.load_adapter("all", folders["all"])
+    eng.load_adapter("others", folders["others"])
+    got, _ = run(eng, replace(ask("a", prompt_of(1), 6), adapter="others"), ask("b", prompt_of(2), 6))
+    assert got["a", 0] == greedy(adapted(folders["others"]), prompt_of(1), 6)
+    assert got["b", 0] == greedy(model(**spec.model_dump()), prompt_of(2), 6)
+
+
 def test_an_encoder_reads_for_all_its_tasks_in_one_batch(tmp_path):
     """PetS' own setting: many tasks over one BERT, which has no cache whose pool they could share."""
     kinds = adapters_in(tmp_path, "bert-tiny")
@@ -155,3 +186,135 @@ def test_an_encoder_reads_for_all_its_tasks_in_one_batch(tmp_path):
     for name in kinds:
         eng.unload_adapter(name)
     assert not eng.blocks.borrowed
+
+
+def prompt_of(i):
+    return [(5 * j + i) % 300 for j in range(4 + 5 * i)]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_lora_in_slots(loras, folders, joined, padded, monkeypatch):
+    """As on a GPU: several in one batch, behind merged projections and others, and beside other kinds of adapters."""
+    from dataclasses import replace
+
+    made = model()
+    if joined:
+        join_served(made)
+    merged = []
+    plain = fused.Known.product
+    monkeypatch.setattr(fused.Known, "product", lambda *a: merged.append(plain(*a)) or merged[-1])
+    eng = in_slots(engine(made, "multi_adapter", *(["-padding_free"] if padded else []), max_num_batched_tokens=24))
+    for name, folder in loras.items():
+        eng.load_adapter(name, folder)
+    want = {name: alone(folder, prompt_of(i), 6) for i, (name, folder) in enumerate(loras.items())}
+    want[""] = greedy(model(), prompt_of(5), 6)
+
+    def served(*names):
+        asked = [replace(ask(n, prompt_of(list(loras).index(n) if n else 5), 6), adapter=n) for n in names]
+        return {name: got for (name, _), got in run(eng, *asked)[0].items()}
+
+    assert served("wide", "", "lora", "other") == want
+    assert (sum(y is not None for y in merged) > 10) == joined
+    one_by_one = []
+    routed = eng.adapters.tasks.activate_rows
+    eng.adapters.tasks.activate_rows = lambda tasks, dim: one_by_one.append(tasks) or routed(tasks, dim)
+    assert served("lora", "") == {n: want[n] for n in ("lora", "")}
+    assert not one_by_one
+    eng.load_adapter("dora", folders["dora"])
+    asked = [replace(ask(n, prompt_of(1), 6), adapter=n) for n in ("dora", "wide", "lora", "")]
+    got, _ = run(eng, *asked)
+    assert len(one_by_one) > 1
+    assert got["dora", 0] == alone(folders["dora"], prompt_of(1), 6)
+    assert got["wide", 0] == want["wide"]
+    one_by_one.clear()
+    assert served("other", "wide") == {n: want[n] for n in ("other", "wide")}
+    assert not one_by_one
+    eng.unload_adapter("wide")
+    assert served("", "other") == {n: want[n] for n in ("", "other")}
+    for name in ("dora", "lora", "other"):
+        eng.unload_adapter(name)
+    assert eng.blocks.borrowed == 0
+    assert served("") == {"": want[""]}
+    assert eng.model.layers["0"].attention.o_proj is made.layers["0"].attention.o_proj
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_lora_in_slots_over_float8(loras, joined):
+    from dataclasses import replace
+
+    eng = engine(model(dtype=torch.float32), "fp8", "multi_adapter")
+    plain = model(dtype=torch.float32)
+    with torch.no_grad():
+        for name, layer in eng.model.named_modules():
+            if isinstance(layer, StoredFp8Linear):
+                plain.get_submodule(name).weight.copy_(layer.codes.view(torch.float8_e4m3fn).float() * layer.inverse)
+    if joined:
+        join_served(eng.model)
+    in_slots(eng)
+    for name, folder in loras.items():
+        eng.load_adapter(name, folder)
+    got, _ = run(eng, *[replace(ask(n, prompt_of(3), 6), adapter=n) for n in loras])
+    for name, folder in loras.items():
+        made = deepcopy(plain)
+        attach(made, load_adapter(folder, made.spec))
+        assert got[name, 0] == greedy(made, prompt_of(3), 6), name
+
+
+def test_slots_stay_where_they_are_until_they_are_too_few(loras):
+    """Their memory comes out of the pool."""
+    eng = in_slots(engine(model(), "multi_adapter"))
+    slots = eng.runner.slots
+    eng.load_adapter("a", loras["lora"])
+    first, borrowed = slots.version, eng.blocks.borrowed
+    assert borrowed == len(eng.adapters.shared) > 0
+    for name in "bcd":
+        eng.load_adapter(name, loras["lora"])
+    assert (slots.version, eng.blocks.borrowed) == (first, borrowed)
+    eng.unload_adapter("b")
+    eng.load_adapter("a", loras["lora"], replace=True)
+    eng.load_adapter("b", loras["lora"])
+    assert slots.version == first
+    eng.load_adapter("e", loras["lora"])
+    assert slots.version == first + 1
+    assert slots.count == 8
+    assert eng.blocks.borrowed == 2 * borrowed
+    eng.load_adapter("wide", loras["wide"])  # of a higher rank, around other layers
+    assert slots.version == first + 2
+    assert slots.capacity == 32
+    from dataclasses import replace
+
+    got, _ = run(eng, *[replace(ask(n, prompt_of(2), 6), adapter=n) for n in ("a", "e", "wide")])
+    assert got["a", 0] == got["e", 0] == alone(loras["lora"], prompt_of(2), 6)
+    assert got["wide", 0] == alone(loras["wide"], prompt_of(2), 6)
+    for name in ("a", "b", "c", "d", "e", "wide"):
+        eng.unload_adapter(name)
+    assert eng.blocks.borrowed == slots.nbytes == 0
+
+
+def test_no_memory_for_slots(loras, monkeypatch):
+    """What is loaded stays as it is."""
+    from dataclasses import replace
+
+    eng = in_slots(engine(model(), "multi_adapter"))
+    eng.load_adapter("a", loras["lora"])
+
+    def grown(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("ridgeline.nn.adapters.lora_slots.LoraSite.grown", grown)
+    with pytest.raises(Invalid, match="no memory"):
+        eng.load_adapter("a", loras["wide"], replace=True)
+    got, _ = run(eng, replace(ask("r", prompt_of(2), 6), adapter="a"))
+    assert got["r", 0] == alone(loras["lora"], prompt_of(2), 6)
+
+
+def test_costs_of_a_task_in_slots(loras):
+    """Every row has an adapter of zeros meanwhile."""
+    eng = in_slots(engine(model(), "multi_adapter"))
+    eng.load_adapter("lora", loras["lora"])
+    with eng.adapters.probe():
+        got, _ = run(eng, ask("r", prompt_of(2), 6), check=False)
+        assert eng.runner.slots.rows.items is not None
+    assert got["r", 0] == greedy(model(), prompt_of(2), 6)
+    assert list(eng.runner.slots.slot) == ["lora"]

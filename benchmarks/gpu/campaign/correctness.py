@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TESTS = ("nn/test_triton.py", "nn/test_float8_triton.py", "nn/test_lowbit_triton.py", "nn/test_paged_triton.py",
          "nn/test_ternary_triton.py", "nn/test_packed_linear.py", "nn/test_folding.py", "nn/test_semi_structured.py",
          "nn/test_varlen.py", "nn/test_flash_triton.py", "nn/test_liger.py", "nn/test_gemv.py",
-         "nn/test_skinny.py", "gpu/test_graphs.py")  # fmt: skip
+         "nn/test_skinny.py", "nn/test_grouped_lora.py", "gpu/test_graphs.py")  # fmt: skip
 """What has kernels of its own on a GPU."""
 PLANS = {
     "plain": [], "fused_layers": ["fused_layers"], "flash_attention": ["flash_attention"],
@@ -29,7 +29,8 @@ PLANS = {
 BOUNDS = {"bf16": 5e-3, "fp8": 3e-2, "fp8 by rows": 3e-2, "adamw8bit": 2e-2}
 EXACT = 1e-4
 SERVED = {"plain": [], "int4": ["rtn:bits=4,group_size=32"], "int8 cache": ["kv_quant:dtype=int8"],
-          "drafts": ["speculative"]}  # fmt: skip
+          "drafts": ["speculative"], "adapters": ["multi_adapter:adapters=3,rank=8"],
+          "adapters, int4": ["multi_adapter:adapters=3,rank=20", "rtn:bits=4,group_size=32"]}  # fmt: skip
 
 
 def cells(setting: Setting) -> list[Cell]:
@@ -90,6 +91,7 @@ def tokens(setting: Setting, plan: list[str]) -> Figures:
     from ridgeline import catalog
     from ridgeline.experiments import make
     from ridgeline.jobs.worker import setup
+    from ridgeline.measure.made_adapters import add_stated
     from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
     from ridgeline.nn.model.init import build
     from ridgeline.serve.build_engine import DEFAULT_PLAN, make_engine
@@ -102,7 +104,9 @@ def tokens(setting: Setting, plan: list[str]) -> Figures:
         said = []
         for where in (device, torch.device("cpu")):
             w = {"kind": "serve", "checkpoint": folder, "prompt_len": 8, "output_len": 24, "dtype": "fp32"}
-            engine = make_engine(make(spec, setting.on, w, [*DEFAULT_PLAN, *plan]), where)
+            e = make(spec, setting.on, w, [*DEFAULT_PLAN, *plan])
+            engine = make_engine(e, where)
+            add_stated(e.plan, engine, drawn=True)
             said.append(finished(engine, [3, 17, 40, 64], 24))
     same = [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
             for x, y in zip(*said, strict=True)]  # fmt: skip

@@ -39,10 +39,12 @@ def prompts(vocabulary: int, lengths: list[int]) -> list[list[int]]:
 
 
 def add(engine: Engine, lengths: list[int], new: int, prefix: str = "") -> None:
-    """Queue a greedy request for each length."""
+    """Queue a greedy request for each length, of the loaded adapters in turn."""
+    names = sorted(engine.adapters.held) if engine.adapters is not None else []
+    names = names or [""]
     sampling = Sampling(max_tokens=new, temperature=0.0, ignore_eos=True)
     for i, ids in enumerate(prompts(engine.spec.vocab_size, lengths)):
-        engine.add(EngineRequest(f"{prefix}{i}", ids, sampling))
+        engine.add(EngineRequest(f"{prefix}{i}", ids, sampling, adapter=names[i % len(names)]))
 
 
 def finished(engine: Engine, lengths: list[int], new: int) -> list[list[int]]:

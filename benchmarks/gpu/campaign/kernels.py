@@ -124,6 +124,11 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
         op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=out * width + 2.0 * m * (width + out),
                 dtype="bf16", shape=(m, out, width), weight_dtype="fp8", kernel=_kernel("fp8", m))  # fmt: skip
         found.append((f"fp8 product, {m} rows, {out}x{width}", op, partial(_float8_rows, setting, m, out, width)))
+    for m, adapters in ((1, 1), (8, 8), (64, 16), (512, 1), (2048, 16)):
+        out, width, rank = 28672, 4096, 16
+        op = _op("copy", 2.0 * (adapters * rank * (2 * width + out) + m * (width + 2 * out)), "bf16")
+        label = f"LoRA of rank {rank}, {m} rows of {adapters} adapters, gate and up of 8B"
+        found.append((label, op, partial(_adapters, setting, m, adapters, rank)))
     for m, (out, width) in product((1, 8, 64, 512), ((14336, 4096), (2880, 2880))):
         op = Op("product", "", "gemm", flops=2.0 * m * out * width,
                 bytes=out * width * 17 / 32 + 2.0 * m * (width + out), dtype="bf16", shape=(m, out, width),
@@ -294,6 +299,40 @@ def _rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
     arrived = counters(out, x.device)
     ours = [partial(served_linear, x, w) if rows == 1 else partial(product_of_rows, x, w, arrived) for w in weights]
     return Calls(ours, [partial(F.linear, x, w) for w in weights], lambda: F.linear(x.float(), weights[0].float()))
+
+
+def _adapters(setting: Setting, rows: int, count: int, rank: int) -> Calls:
+    """What adapters add to gates and up projections of Llama 3.1 8B, beside a loop over them."""
+    from ridgeline.nn.kernels.grouped_lora import add_lora
+    from ridgeline.nn.kernels.lora_stack import Stack, cut
+
+    width, outs, device, bf16 = 4096, (14336, 14336), setting.kind, torch.bfloat16
+    each = rows // count
+    segments = [(i, i * each, (i + 1) * each) for i in range(count)]
+    items = torch.tensor(cut(segments, rows), dtype=torch.int32, device=device)
+    x, y = (_randn(setting, rows, n, dtype=bf16) for n in (width, sum(outs)))
+    stacks = [
+        Stack(_randn(setting, count, 2 * rank, width, dtype=bf16) / 64,
+              _randn(setting, count, rank, sum(outs), dtype=bf16),
+              torch.full((count, 2), rank, dtype=torch.int32, device=device), torch.ones(count, 2, device=device), outs)
+        for _ in range(_copies(2.0 * count * rank * (2 * width + sum(outs))))
+    ]  # fmt: skip
+
+    def ours(stack: Stack, into: Tensor) -> Tensor:
+        add_lora(x, into, items, stack)
+        return into
+
+    def one_by_one(stack: Stack, dtype: torch.dtype) -> Tensor:
+        out = y.to(dtype, copy=True)
+        for slot, first, end in segments:
+            for a, b, part in zip(stack.a[slot].split(rank), stack.b[slot].split(outs, 1),
+                                  out[first:end].split(outs, 1), strict=True):  # fmt: skip
+                part += x[first:end].to(dtype) @ a.to(dtype).t() @ b.to(dtype)
+        return out
+
+    return Calls([partial(ours, stack, y.clone()) for stack in stacks],
+                 [partial(one_by_one, stack, bf16) for stack in stacks],
+                 lambda: one_by_one(stacks[0], torch.float32))  # fmt: skip
 
 
 def _float8_rows(setting: Setting, rows: int, out: int, width: int) -> Calls:

@@ -44,6 +44,9 @@ def cells(setting: Setting) -> list[Cell]:
     found += [_decode(setting, small, "bf16, without graphs", (), b, graphs=False) for b in (1, 64)]
     found += [_decode(setting, large, n, p, 64, prompt=2048) for n, p in {"bf16": (), **CACHES}.items()]
     found += [_decode(setting, large, "drafts", ("speculative",), b) for b in (1, 8)]
+    lora = "multi_adapter:adapters=16,rank=16"
+    found += [_decode(setting, large, "16 adapters", (lora,), b) for b in BATCHES]
+    found += [_decode(setting, large, "int4, 16 adapters", (*PLANS["int4"], lora), 8)]
     found += [_decode(setting, "qwen3-30b-a3b", "bf16", (), b) for b in (1, 64)]
     found += [_prompt(setting, large, n) for n in (512, 4096)]
     found += [_load(setting, m, n) for m, n in ((small, 8), (small, 64), (large, 8), (large, 64))]
@@ -124,6 +127,7 @@ def _engine(e: Experiment) -> Any:
     """An engine for the experiment, however many clients it has: the last one if it is like that."""
     from campaign.engine import random_model
     from ridgeline.jobs.worker import setup
+    from ridgeline.measure.made_adapters import add_stated
     from ridgeline.serve.build_engine import make_engine
 
     any_load = {"concurrency": 1, "requests": 1, "prompt_len": 1, "output_len": 1}
@@ -133,6 +137,7 @@ def _engine(e: Experiment) -> Any:
         _free()
         device = setup(1)
         _made[key] = make_engine(e, device, random_model(e, device))
+        add_stated(e.plan, _made[key])
     return _made[key]
 
 

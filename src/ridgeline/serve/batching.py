@@ -22,6 +22,8 @@ FULL = 0.85
 def measure_costs(runner: Runner, blocks: Blocks, limits: Limits, longest: int) -> CostTable:
     """Time batches of the engine that is about to start, as large as a step may be."""
     most = min(longest, limits.max_num_batched_tokens)
+    if runner.graphs is not None:
+        runner.graphs.warm_up_adapted()  # which would be captured while they are timed
     found: dict[tuple[int, int], float] = {}
     for length in [*grid(most), most]:
         before = 0.0

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ridgeline import catalog
+from ridgeline.nn.adapters.lora_slots import LoraSlots
 from ridgeline.nn.checkpoint.files import config_dtype, read_config
+from ridgeline.nn.kernels.dispatch import has_triton
 from ridgeline.nn.memory.decoder import find_decoder
 from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.served import fuse_served
@@ -78,7 +80,8 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         table.store = run.block_store(runner.pool(), run.block_size)
     engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
     if run.adapters:
-        engine.adapters = AdapterTable(run.model, table, each, longest)
+        engine.adapters = AdapterTable(run.model, table, each, longest, runner.slots)
+        runner.route = engine.adapters.route
     if run.role:
         engine.role = run.role
         lossy = [str(call) for call in e.plan.calls if not make(call).card.lossless]
@@ -151,6 +154,7 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
         slots = (blocks + graphs) * run.block_size  # a block for padding of captured steps
         runner = Runner(run.model, slots, run.block_size, longest, run.cache_kind, padded=padded,
                         kernels=run.kernels)  # fmt: skip
+        runner.slots = _slots(run) if run.adapters else None
         if run.memory is not None:
             runner.compute = run.memory(runner.compute, runner.layout, run.device)
         elif not run.adapters:
@@ -166,6 +170,15 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     ranked.followers = run.followers
     ranked.decoder = find_decoder(run.model)
     return ranked
+
+
+def _slots(run: ServeBuild) -> LoraSlots | None:
+    """Slots for plain LoRA adapters, where there are kernels for it."""
+    if run.device.type != "cuda" or run.memory is not None or not has_triton():
+        return None
+    from ridgeline.nn.kernels.grouped_lora import add_lora
+
+    return LoraSlots(run.model, add_lora)
 
 
 def _capture(runner: Runner, graphs: StepGraphs) -> None:

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ridgeline.nn.adapters.lora_slots import LoraSlots
 from ridgeline.nn.kernels import native
 from ridgeline.nn.kernels.backends import Case, Kernels
 from ridgeline.nn.kernels.dispatch import has_triton
+from ridgeline.nn.kernels.lora_stack import Segment, cut
 from ridgeline.nn.memory.block_store import Restoring
 from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
 from ridgeline.nn.memory.decoder import Decoder, Pool
@@ -104,6 +106,8 @@ class PackedStep:
     """For each of them, where in ``tokens`` it is."""
     tokens: Tensor | None = None
     """int64, on the device: what the step before has chosen."""
+    segments: list[Segment] | None = field(default_factory=list)
+    """The rows with an adapter in a slot; None: some have one that is in none."""
 
     def fill(self, ids: Tensor) -> None:
         """Write the late tokens into ``ids`` [T] on the device; the host waits for nothing."""
@@ -129,6 +133,8 @@ class Arranged:
     source: Tensor
     """Blocks to copy to ``target``."""
     target: Tensor
+    items: Tensor
+    """int32 [blocks, 3]: see :class:`~ridgeline.nn.adapters.lora_slots.LoraRows`."""
     pages: Pages | None
     singles: Singles | None
 
@@ -190,6 +196,10 @@ class Runner:
         """All layers in one kernel, for steps of one new token for each sequence."""
         self.graphs: StepGraphs | None = None
         """Captured steps; None: every step is launched operator by operator."""
+        self.slots: LoraSlots | None = None
+        """Adapters that kernels add for all rows of a step at once."""
+        self.route: Callable[[list[tuple[Sequence, int]], list[int]], list[Segment] | None] | None = None
+        """Says which rows of a batch, as many of each sequence, have which slot: see :attr:`PackedStep.segments`."""
         self._described: Pool | None = None
         self._tables: dict[bool, Rope | None] = {  # of layers with a window and the others; one for all sequences:
             kind: model.rope(kind, None, 0, max_model_len, self.device, weight.dtype)  # scalings by length take the
@@ -230,6 +240,8 @@ class Runner:
                 step.ids += seq.tokens[start:stop] if stop <= known else (seq.tokens + seq.draft)[start:stop]
             step.at += range(start, stop)
             step.pieces.append(self.piece(seq, row, start, stop, step.slots))
+        if self.route is not None:
+            step.segments = self.route(batch, self.rows(batch))
         return step
 
     def rows(self, batch: list[tuple[Sequence, int]]) -> list[int]:
@@ -250,6 +262,7 @@ class Runner:
         layout, size, spec = self.layout, self.block_size, self.model.spec
         numbers: list[np.ndarray | list[int]] = [step.ids, step.at, step.kinds, step.slots]
         numbers += [[a for a, _ in step.copies], [b for _, b in step.copies]]
+        numbers.append(np.array(cut(step.segments or [], len(step.ids)), dtype=np.int32).reshape(-1, 3))
         divided, counts, lengths = [], list[int](), np.empty(0, dtype=np.int32)
         if layout.whole is not None and step.pieces:
             counts = [p.stop - p.start for p in step.pieces]
@@ -259,13 +272,13 @@ class Runner:
             table, size = table_of(step.pieces, size)
             numbers += [table, lengths, starts]
             numbers += [np.array(d.items, dtype=np.int32) for d in divided]
-        ids, at, kinds, slots, source, target, *rest = upload(self.device, *numbers)
+        ids, at, kinds, slots, source, target, items, *rest = upload(self.device, *numbers)
         pages = None
         if rest:
             work = tuple(Work(i, d.rows, d.used, d.split) for i, d in zip(rest[3:], divided, strict=True))
             pages = Pages(rest[0], rest[1], rest[2], size, work, counts, lengths.tolist())
         alone = singles(step.pieces, self.block_size, self.device) if layout.kernel is not None else None
-        return Arranged(ids, at, kinds, slots, source, target, pages, alone)
+        return Arranged(ids, at, kinds, slots, source, target, items, pages, alone)
 
     def _lay_out(self, step: PackedStep, arranged: Arranged | None = None) -> Arranged:
         """Copy blocks, and tell attention where everything is."""
@@ -273,6 +286,8 @@ class Runner:
         self._copy(found.source, found.target)
         layout.slots, layout.pieces, layout.pages = found.slots, step.pieces, found.pages
         layout.singles = found.singles
+        if self.slots is not None:
+            self.slots.rows.items = found.items if step.segments else None
         return found
 
     @torch.inference_mode()
@@ -290,9 +305,10 @@ class Runner:
         return hidden
 
     def _execute(self, step: PackedStep, arranged: Arranged | None) -> Tensor:
-        if self.graphs is not None and (key := self.graphs.find(step)) is not None:
+        graphs = self.graphs
+        if graphs is not None and (key := graphs.find(step)) is not None and graphs.ready(step, key):
             self._await(len(self.cache) - 1)
-            return self.graphs.run(step, key)
+            return graphs.run(step, key)
         found = self._lay_out(step, arranged)
         ids, at = found.ids, found.at
         step.fill(ids)

@@ -6,6 +6,9 @@ for each sequence and steps with prompts have graphs of their own. A step smalle
 step come sequences of one token each, to a step with prompts comes one sequence with the missing tokens. Padding is
 written to a block that no sequence has, and nothing reads what is computed of it.
 
+Steps with adapters in slots have graphs of their own, which also read whose rows are whose. Each is captured when the
+first such step comes, and again when the adapters' tensors have moved.
+
 The graphs of steps with prompts share their numbers, as only one of them runs at a time. Their tables are the widest,
 of which a step sends what it has, one row behind the other, and a kernel moves the rows to their places.
 """
@@ -23,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.nn.kernels.lora_stack import Segment, cut, most_cut
 from ridgeline.nn.memory.kv_pool import Piece
 from ridgeline.nn.memory.step_pages import Pages, Work, fewest_rows, launches, most_rows
 from ridgeline.nn.model.moe import most_tokens_at_once
@@ -104,6 +108,8 @@ class _Host:
     """int32 [B + 1]: the first row of each sequence."""
     items: np.ndarray
     """int32 [W, 2]: see :class:`ridgeline.nn.memory.step_pages.Launch`."""
+    segments: np.ndarray
+    """int32 [blocks of rows, 3]: see :class:`ridgeline.nn.adapters.lora_slots.LoraRows`."""
     table: np.ndarray
     """int32 [B, blocks]; in a step with prompts rows are as long as it needs, and lie one behind the other."""
     sent: Any = None
@@ -120,9 +126,10 @@ class _Numbers:
     """What a replay reads, on the device, where its address never changes; and two copies on the host, so that one can
     be filled while the other is on its way."""
 
-    def __init__(self, size: Size, sequences: int, items: int, device: torch.device) -> None:
-        """Of ``sequences``, for each of which ``size`` says how many blocks its table has."""
-        counts = (3 * size.tokens, sequences, sequences + 1, 2 * items, sequences * size.blocks)
+    def __init__(self, size: Size, sequences: int, items: int, cuts: int, device: torch.device) -> None:
+        """Of ``sequences``, for each of which ``size`` says how many blocks its table has. ``cuts``: blocks of rows
+        with adapters."""
+        counts = (3 * size.tokens, sequences, sequences + 1, 2 * items, 3 * cuts, sequences * size.blocks)
         used = [n * (4 if i else 8) for i, n in enumerate(counts)]  # only the first ones have 8 bytes each
         parts = [-(-n // ALIGNED) * ALIGNED for n in used]
         self.before = sum(parts[:-1])
@@ -131,8 +138,9 @@ class _Numbers:
         self.device = torch.zeros(sum(parts), dtype=torch.uint8, device=device)
         rows, *others = (t[:n] for t, n in zip(self.device.split(parts), used, strict=True))
         self.rows = rows.view(torch.int64).view(3, -1)
-        self.lengths, self.starts, items_, self.tables = (t.view(torch.int32) for t in others)
-        self.items, self.table = items_.view(-1, 2), self.tables.view(sequences, -1)
+        self.lengths, self.starts, items_, segments, self.tables = (t.view(torch.int32) for t in others)
+        self.items, self.segments = items_.view(-1, 2), segments.view(-1, 3)
+        self.table = self.tables.view(sequences, -1)
         self.partly = size.prompts > 0
         """Whether a part of the tables is sent, and moved to its place then."""
         if self.partly:
@@ -143,9 +151,9 @@ class _Numbers:
         whole = torch.from_numpy(np.zeros(sum(parts), dtype=np.uint8))
         whole = whole.pin_memory() if device.type == "cuda" else whole
         rows, *others = (a[:n] for a, n in zip(np.split(whole.numpy(), np.cumsum(parts)[:-1]), used, strict=True))
-        lengths, starts, items, table = (a.view(np.int32) for a in others)
+        lengths, starts, items, segments, table = (a.view(np.int32) for a in others)
         return _Host(whole, rows.view(np.int64).reshape(3, -1), lengths, starts, items.reshape(-1, 2),
-                     table.reshape(sequences, -1))  # fmt: skip
+                     segments.reshape(-1, 3), table.reshape(sequences, -1))  # fmt: skip
 
     def next(self) -> _Host:
         """The copy to fill."""
@@ -202,8 +210,13 @@ class StepGraphs:
         self.decode_sizes = [Size(b, b, 0, w) for w in self.widths for b in self.batches]
         self.prompt_sizes = [s for s in self._prompt_sizes(limits) if s.tokens <= at_once]
         self.graphs: dict[Size, _Graph] = {}
-        self._shared: _Numbers | None = None
-        """The numbers of steps with prompts."""
+        self.adapted: dict[Size, _Graph | None] = {}
+        """Those of steps with adapters in slots; None: it cannot be captured."""
+        self._version = 0
+        """Of the slots' tensors, which they read."""
+        self._capture: Capture | None = None
+        self._shared: dict[bool, _Numbers] = {}
+        """The numbers of steps with prompts, without adapters and with them."""
         self._out: Tensor | None = None
         """[T, H]: what such a step computes. A graph's own results stay in memory for as long as it does."""
 
@@ -227,21 +240,24 @@ class StepGraphs:
         capture = self.make()
         try:
             for size in reversed(self.prompt_sizes):
-                self.graphs[size] = self._captured(size, capture)
+                self.graphs[size] = self._captured(size, capture, 0)
         except RuntimeError as e:
             warnings.warn(f"steps with prompts run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
-            self.graphs, self.prompt_sizes, self._shared, self._out = {}, [], None, None
+            self.graphs, self.prompt_sizes, self._shared, self._out = {}, [], {}, None
             capture = self.make()
         for size in reversed(self.decode_sizes):
-            self.graphs[size] = self._captured(size, capture)
+            self.graphs[size] = self._captured(size, capture, 0)
+        self._capture = capture
 
     def find(self, step: PackedStep) -> Size | None:
         """The captured step that ``step`` can be a part of: new tokens of some sequences, nothing beside."""
         n, tokens = len(step.pieces), len(step.ids)
-        if step.copies or step.kinds or not n or any(p.path for p in step.pieces):
+        if step.copies or step.kinds or step.segments is None or not n or any(p.path for p in step.pieces):
             return None
-        if tokens > n:
-            return self._find_with_prompts(step, tokens)
+        size = self._find_with_prompts(step, tokens) if tokens > n else self._find_decoding(step, n)
+        return size if size is None or not step.segments or self._has_adapted(size) else None
+
+    def _find_decoding(self, step: PackedStep, n: int) -> Size | None:
         if not self.batches or n > self.batches[-1]:
             return None
         blocks = -(-max(p.length for p in step.pieces) // self.runner.block_size)
@@ -259,16 +275,62 @@ class StepGraphs:
         fit = (s for s in self.prompt_sizes if s.tokens >= tokens and s.decoding >= decoding and s.prompts >= prompts)
         return next(fit, None)
 
+    def _has_adapted(self, size: Size) -> bool:
+        """Whether a step with adapters can be captured, as far as that is known."""
+        slots = self.runner.slots
+        if slots is None:
+            return False
+        if slots.version != self._version:
+            self.adapted, self._version = {}, slots.version
+            self._shared.pop(True, None)
+        return self.adapted.get(size, size) is not None
+
+    @torch.inference_mode()
+    def ready(self, step: PackedStep, size: Size) -> bool:
+        """Whether there is a graph for a step, which is captured now if it has adapters and is the first of its size.
+        The model must have them already."""
+        return not step.segments or self._capture_adapted(size)
+
+    @torch.inference_mode()
+    def warm_up_adapted(self) -> None:
+        """Capture all steps with the adapters that are loaded."""
+        if self.runner.slots is None or not self.runner.slots.slot:
+            return
+        self.runner.slots.install()
+        for size in reversed([*self.decode_sizes, *self.prompt_sizes]):
+            if self._has_adapted(size):
+                self._capture_adapted(size)
+
+    def _capture_adapted(self, size: Size) -> bool:
+        """Whether there is a graph of this size for steps with adapters, which is captured if it was not yet."""
+        if size not in self.adapted:
+            try:
+                self._capture = self._capture or self.make()
+                self.adapted[size] = self._captured(size, self._capture, self._cuts(size))
+            except RuntimeError as e:
+                self.adapted[size] = None
+                warnings.warn(f"steps with adapters run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
+        return self.adapted[size] is not None
+
+    def _cuts(self, size: Size) -> int:
+        """Blocks of rows with adapters that a step of this size may have."""
+        assert self.runner.slots is not None
+        return most_cut(size.tokens, min(self.runner.slots.count, size.decoding + size.prompts))
+
     def run(self, step: PackedStep, size: Size) -> Tensor:
         """Do a step by its graph → [T, H], which the next step overwrites."""
-        graph = self.graphs[size]
-        self._send(graph.numbers, size, [step.ids, step.at, step.slots], step.pieces)
+        graph = self.adapted[size] if step.segments else self.graphs[size]
+        assert graph is not None
+        self._send(graph.numbers, size, [step.ids, step.at, step.slots], step.pieces, step.segments or [])
         step.fill(graph.numbers.rows[0])
         graph.replay()
         return graph.out[: len(step.ids)]
 
-    def _send(self, numbers: _Numbers, size: Size, rows: list[list[int]], pieces: Sequence[Piece]) -> None:
-        """Send a step's numbers and those of its padding. ``rows``: tokens, positions and slots."""
+    def _send(
+        self, numbers: _Numbers, size: Size, rows: list[list[int]], pieces: Sequence[Piece], segments: list[Segment]
+    ) -> None:
+        """Send a step's numbers and those of its padding. ``rows``: tokens, positions and slots; ``segments``: whose
+        adapters they have."""
         host, tokens, block = numbers.next(), len(rows[0]), self.runner.block_size
         host.rows[0, :tokens], host.rows[1, :tokens], host.rows[2, :tokens] = rows
         host.lengths[: len(pieces)] = lengths = [p.length for p in pieces]
@@ -276,6 +338,11 @@ class StepGraphs:
         for i, piece in enumerate(pieces):
             n = -(-lengths[i] // block)
             table[i, :n] = np.frombuffer(piece.blocks, dtype=np.int32, count=n)
+        if len(host.segments):
+            found = cut(segments, size.tokens)
+            host.segments[len(found) :] = 0
+            if found:
+                host.segments[: len(found)] = found
         numbers.send(host, *table.shape)
 
     def _pad(self, host: _Host, n: int) -> np.ndarray:
@@ -328,10 +395,11 @@ class StepGraphs:
         """Items of prompts at most, whose last programs may each have few rows; padding's too."""
         return size.tokens * self.repeat // self.most_rows + size.prompts + 1
 
-    def _captured(self, size: Size, capture: Capture) -> _Graph:
+    def _captured(self, size: Size, capture: Capture, cuts: int) -> _Graph:
+        """``cuts``: blocks of rows with adapters; 0: the base alone."""
         runner, layout = self.runner, self.runner.layout
-        numbers, work, count = self._with_prompts(size) if size.prompts else self._decoding(size)
-        self._send(numbers, size, [[], [], []], [])
+        numbers, work, count = self._with_prompts(size, cuts) if size.prompts else self._decoding(size, cuts)
+        self._send(numbers, size, [[], [], []], [], [])
         rows = numbers.rows[:, : size.tokens]
         # A prompt of all tokens stands for all that there may be.
         new = [size.tokens] if size.prompts else [1] * count
@@ -344,6 +412,8 @@ class StepGraphs:
             layout.pieces = [Piece(a, b, [], False, b - a) for a, b in pairwise(ends)]
             layout.pages = pages
             runner.kinds = None
+            if runner.slots is not None:
+                runner.slots.rows.items = numbers.segments[:cuts] if cuts else None
             out = runner.forward(rows[0][None], rows[1])
             return self._kept(out) if size.prompts else out
 
@@ -356,23 +426,24 @@ class StepGraphs:
             self._out = torch.empty_like(out)
         return self._out[: len(out)].copy_(out)
 
-    def _decoding(self, size: Size) -> tuple[_Numbers, tuple[Work, ...], int]:
+    def _decoding(self, size: Size, cuts: int) -> tuple[_Numbers, tuple[Work, ...], int]:
         """A decode step's numbers, of which the host never changes who has which rows."""
         spec = self.runner.model.spec
         (launch,) = launches([1] * size.tokens, self.repeat, spec.cached_dim, self.runner.kind)
-        numbers = _Numbers(size, size.tokens, len(launch.items), self.runner.device)
+        numbers = _Numbers(size, size.tokens, len(launch.items), cuts, self.runner.device)
         for host in numbers.hosts:
             host.starts[:], host.items[:] = np.arange(size.tokens + 1), launch.items
         return numbers, (Work(numbers.items, launch.rows, launch.used, launch.split),), size.tokens
 
-    def _with_prompts(self, size: Size) -> tuple[_Numbers, tuple[Work, ...], int]:
+    def _with_prompts(self, size: Size, cuts: int) -> tuple[_Numbers, tuple[Work, ...], int]:
         """The numbers of steps with prompts: sequences beside those that there is room for are padding and empty."""
-        if self._shared is None:
-            largest = self.prompt_sizes[-1]
-            self._shared = _Numbers(largest, largest.decoding + largest.prompts + 2, self._places(largest)[1].stop,
-                                    self.runner.device)  # fmt: skip
-        decoding, prompts = (self._shared.items[place] for place in self._places(size))
+        if (cuts > 0) not in self._shared:
+            largest, most = self.prompt_sizes[-1], max(map(self._cuts, self.prompt_sizes)) if cuts else 0
+            self._shared[cuts > 0] = _Numbers(largest, largest.decoding + largest.prompts + 2,
+                                              self._places(largest)[1].stop, most, self.runner.device)  # fmt: skip
+        numbers = self._shared[cuts > 0]
+        decoding, prompts = (numbers.items[place] for place in self._places(size))
         used = self.few * self.repeat
         work = [Work(decoding, fewest_rows(used), used, True)] if size.decoding else []
         work.append(Work(prompts, self.most_rows, self.most_rows, False))
-        return self._shared, tuple(work), size.decoding + size.prompts + 2
+        return numbers, tuple(work), size.decoding + size.prompts + 2

@@ -105,6 +105,7 @@ def _compressing(e: Any, device: Any) -> dict[str, dict[str, Any]]:
 
 def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> dict[str, dict[str, Any]]:
     from ridgeline.measure.fake.tracer import TRACER
+    from ridgeline.measure.made_adapters import add_stated
     from ridgeline.serve import step_graphs
     from ridgeline.serve.build_engine import make_engine
     from ridgeline.serve.request import EngineRequest, Sampling
@@ -114,13 +115,16 @@ def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> d
     step_graphs.FIRST_RUNS = 1  # which makes what steps keep; there are no libraries that need memory
     scheduling.CAPTURED_TOKENS = (sequences * _PROMPT,)
     engine = make_engine(e, device)
+    names = add_stated(e.plan, engine)
     sequences = min(sequences, engine.limits.max_num_seqs)
     prompt = min(_PROMPT, engine.max_model_len // 2)
     settings = Sampling(max_tokens=16, ignore_eos=True, **sampling)
     for i in range(sequences):
         ids = [(7 * i + 3 * j) % (engine.spec.vocab_size - 2) + 2 for j in range(prompt)]
-        engine.add(EngineRequest(str(i), ids, settings))
+        engine.add(EngineRequest(str(i), ids, settings, adapter=names[i % len(names)]))
     found = {}
+    if any(names) and engine.runner.graphs is not None:  # a server captures these steps when they first come
+        engine.runner.graphs.warm_up_adapted()
     TRACER.reset()
     failed = _stepped(engine)
     found["prefill"] = TRACER.summary() | {"sequences": sequences, "failed": failed}

@@ -29,7 +29,7 @@ from ridgeline.nn.model.joined_weights import (
     merged_weights,
 )
 from ridgeline.nn.model.mask import Mask
-from ridgeline.nn.model.mlp import MLP, expand
+from ridgeline.nn.model.mlp import MLP, expand, gated
 from ridgeline.nn.model.norm import RMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.model.transformer import Transformer, TransformerBlock, add_then_norm
@@ -184,8 +184,9 @@ def project_merged(
     """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is rotated in place. ``known``: of
     this layer, of a served model."""
     parts: list[nn.Module] = [attention.q_proj, attention.k_proj, attention.v_proj]
-    joined = joined_layer(parts, known)
-    product = joined_codes_product(x, parts, known) if joined is None else joined(x)
+    if (product := None if known is None else known.product(x)) is None:
+        joined = joined_layer(parts, known)
+        product = joined_codes_product(x, parts, known) if joined is None else joined(x)
     if product is not None:
         sizes: list[int] = [p.out_features for p in parts]  # type: ignore[misc]
         q, k, v = product.split(sizes, -1)
@@ -207,6 +208,9 @@ def expand_merged(mlp: MLP, x: Tensor, kernel: GatedKernel | None = None, known:
     :func:`project_merged`."""
     assert mlp.gate_proj is not None
     parts: list[nn.Module] = [mlp.gate_proj, mlp.up_proj]
+    if known is not None and (both := known.product(x)) is not None:
+        gate, up = both.chunk(2, -1)
+        return functions.bias_activation(both, None, "silu") if usable(both) else gated(mlp.activation, gate, up)
     if (y := gated_of_codes(x, parts, known)) is not None:
         return y
     found = merged_weights(x, parts, known)

@@ -6,7 +6,7 @@ still lie together; of a served model that is found once and remembered (:class:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -115,13 +115,29 @@ def _scales(codes: list[Stripes]) -> list[list[Tensor]]:
     return [[c.scale for c in codes], *([zeros] if zeros else [])]
 
 
+class Site(Protocol):
+    """What is added behind a product."""
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """``y`` [..., Σ n] with what belongs to its input ``x`` [..., k], in place where that can be."""
+        ...
+
+
 class Known:
     """What the parts of a merged layer of a served model make together, as long as they are what they were. Found when
     the model is loaded: a step that is captured must not make what others read."""
 
     def __init__(self, parts: list[nn.Module], whole: Any = None) -> None:
         """``whole``: what they are a part of, where that is known; None: to be found."""
+        self.parts = parts
         self.whole: Any = None
+        self.site: Site | None = None
+        """What adapters add."""
         self._parts: list[tuple[nn.Module, type]] = []
         self._held: list[tuple[dict[str, Any], str, Any]] = []
         self._tensors: list[tuple[Tensor, int, int]] = []
@@ -140,6 +156,14 @@ class Known:
             and all(where.get(name) is value for where, name, value in self._held)
             and all(t.data_ptr() == at and t._version == version for t, at, version in self._tensors)
         )
+
+    def product(self, x: Tensor) -> Tensor | None:
+        """``x`` [..., k] times all parts, with their biases and what adapters add → [..., Σ n]; None: there are none
+        now."""
+        if self.site is None or not self.site.on:
+            return None
+        y = merged_product(x, self.parts, self)
+        return self.site.add(x, torch.cat([p(x) for p in self.parts], -1) if y is None else y)
 
     def _keep(self, parts: list[nn.Module], whole: Any) -> None:
         """Remember ``whole``, where the parts' tensors can be told from others."""
@@ -226,3 +250,15 @@ def merged_weights(
     whole, bias, _ = made
     bias = None if bias is None else bias.to(dtype)
     return whole.to(dtype) if product in (products.PLAIN, products.SERVED) else whole, bias, product
+
+
+def merged_product(x: Tensor, parts: list[nn.Module], known: Known | None = None) -> Tensor | None:
+    """``x`` [..., k] times parts of a served model, with their biases → [..., Σ n]; None: not by one product."""
+    if (joined := joined_layer(parts, known)) is not None:
+        y: Tensor = joined(x)
+        return y
+    found = joined_codes_product(x, parts, known)
+    if found is None and (weights := merged_weights(x, parts, known)) is not None:
+        weight, bias, product = weights
+        found, _ = product.forward(x.to(compute_dtype(x)), weight, bias, False, False)
+    return found

@@ -29,7 +29,8 @@ _ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attenti
 def fuse(g: Graph, engine: EngineCosts, model: ModelSpec) -> Graph:
     """The graph with the fusions that serving engines make, and attention by the engine's kernels.
 
-    Query, key and value in one product, gate and up in one, a residual addition with the norm after it (and the 8-bit
+    Query, key and value in one product, gate and up in one, in Ridgeline's own engine also what adapters add to them, a
+    residual addition with the norm after it (and the 8-bit
     copy that it writes), and the rotations of queries and keys (with their norms) in one kernel that also writes the
     cache. Fused residual and norm kernels are for RMS norms: layer norms stay separate. Models without rotary
     embeddings write the cache in a separate kernel, and biases of layers whose outputs are summed over ranks are added
@@ -76,6 +77,7 @@ def _fewer_bits(op: Op, bits: float) -> Op:
 
 def _fuse(b: Block, model: ModelSpec, casts: bool) -> None:
     ops = {o.name: o for o in b.forward}
+    ops = _adapters_at_once(ops) if casts else ops
     keys = ops.get("attention.k_proj")
     for group in _MERGED:
         if all(name in ops for name in group):
@@ -139,6 +141,26 @@ def _by_codes(ops: dict[str, Op], wide: str) -> dict[str, Op]:
     return out
 
 
+def _adapters_at_once(ops: dict[str, Op]) -> dict[str, Op]:
+    """Adapters as Ridgeline's own engine adds them to products of one input, merged or not: a product with all A, and
+    one with all B that adds to the base's output in place."""
+    out = dict(ops)
+    alone = [(name.removesuffix(".lora_a"),) for name in ops if name.endswith(".lora_a")]
+    for names in (*_MERGED, *alone):
+        if any(f"{name}.lora_a" not in out for name in names):
+            continue
+        parts = {leaf: [out.pop(f"{name}.{leaf}") for name in names] for leaf in ("lora_a", "lora_b", "lora_add")}
+        shrink = changed(_side_by_side(parts["lora_a"]), name=f"{names[0]}.lora_shrink")
+        second = parts["lora_b"]
+        rows, _, inner = second[0].shape
+        shape = (rows, sum(o.shape[-2] for o in second), inner)
+        read = sum(o.bytes for o in parts["lora_add"]) / 3  # what the base has written
+        expand = changed(second[0], name=f"{names[0]}.lora_expand", shape=shape, flops=sum(o.flops for o in second),
+                         bytes=sum(o.bytes for o in second) + read)  # fmt: skip
+        out = _insert_behind(out, names[-1], [shrink, expand])
+    return out
+
+
 def _side_by_side(ops: list[Op]) -> Op:
     """Several products of the same input as one product: the input is read once."""
     rows, _, inner = ops[0].shape[-3:]
@@ -162,4 +184,13 @@ def _insert_before(ops: dict[str, Op], name: str, op: Op) -> dict[str, Op]:
         if key == name:
             out[op.name] = op
         out[key] = value
+    return out
+
+
+def _insert_behind(ops: dict[str, Op], name: str, more: list[Op]) -> dict[str, Op]:
+    out: dict[str, Op] = {}
+    for key, value in ops.items():
+        out[key] = value
+        if key == name:
+            out |= {op.name: op for op in more}
     return out

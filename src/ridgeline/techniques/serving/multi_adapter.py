@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 class MultiAdapter(Technique):
     """Serve requests of different adapters (LoRA, BitFit, bottleneck, diff pruning, masks) in one batch: the product
     with the base's weights is shared by all, and each task adds its own part for its rows (PetS). Adapters can be
-    loaded and unloaded while the engine runs; their memory is taken from the cache's."""
+    loaded and unloaded while the engine runs; their memory is taken from the cache's.
+
+    On a GPU two kernels add what plain LoRA adapters do for all rows of a step (Punica, arXiv:2310.18547), also in
+    captured steps. A step with another kind of adapter goes from task to task, and is not captured.
+    """
 
     card: ClassVar[Card] = Card(
         name="multi_adapter",
@@ -40,8 +44,6 @@ class MultiAdapter(Technique):
         changes=frozenset({"adapter_table"}),
     )
     phase: ClassVar[Phase] = "loop"
-    captured: ClassVar[bool] = False
-
     two_stage: bool = False
     """Divide the queue into batches within each task first, then across tasks; for padded batches."""
     adapters: int = Field(default=0, ge=0)
@@ -69,7 +71,9 @@ class MultiAdapter(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Hold every adapter, and add to each product two thin ones with the adapters requested by its rows, each as
-        one grouped kernel (Punica, arXiv:2310.18547; an engine that loops over adapters takes longer)."""
+        one grouped kernel (Punica, arXiv:2310.18547; an engine that loops over adapters takes longer). Engines that
+        merge products merge these, too, where they do so
+        (:func:`ridgeline.predict.serving.engine_fusions.fuse`)."""
         return g.each_block(self._beside, layers_only=True) if self.adapters else g
 
     def _beside(self, b: Block) -> None:
