@@ -66,7 +66,14 @@ OWN = {
 }
 """The same of what PyTorch's flash kernel does not have."""
 EXPERTS = ("mxfp4", "rtn:bits=4,group_size=32", "fp8")
-FILTERS = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+SAMPLED = {
+    "filters": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    "penalties": {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    "tokens": {"temperature": 0.8, "allowed_token_ids": [5, 6, 7], "bad_words": [[6]], "min_tokens": 3},
+    "log-probabilities": {"temperature": 0.0, "logprobs": 5},
+    "prompts' log-probabilities": {"temperature": 0.0, "prompt_logprobs": 3},
+}
+"""How tokens are chosen."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +86,7 @@ def traced(tmp_path_factory):
     given |= {n: training("llama-mini", LOW, text, *more, **changes) for n, (more, changes) in masked.items()}
     given |= {f"sequences {n}": serving("llama-mini", max_num_seqs=n) for n in (1, 2)}
     given["one sequence fp8"] = serving("llama-mini", "fp8", max_num_seqs=1)
-    given["filters"] = serving("llama-mini")
+    given |= {name: serving("llama-mini") for name in SAMPLED}
     given["compress"] = make("llama-mini", "h100-sxm", {"kind": "compress", "seq_len": 64},
                              ["wanda", "rtn:bits=4,group_size=64"])  # fmt: skip
     batches = {}
@@ -87,7 +94,7 @@ def traced(tmp_path_factory):
         given[f"{n} on {on}"], batches[f"{n} on {on}"] = serving("llama-mini", "fp8", on=on), n
     for n, plan in product((1, 4, 64), EXPERTS):
         given[f"{n} through {plan}"], batches[f"{n} through {plan}"] = serving("mixtral-tiny", plan), n
-    settings = [FILTERS if name == "filters" else {"temperature": 0.0} for name in given]
+    settings = [SAMPLED.get(name, {"temperature": 0.0}) for name in given]
     sequences = [batches.get(name, 8) for name in given]
     return dict(zip(given, traces(list(given.values()), settings, sequences), strict=True))
 
@@ -198,6 +205,24 @@ def test_filters_of_a_whole_batch_wait_twice_at_most(traced):
     assert not found.wrong
     # The answer that stands for data says that every nucleus is larger than its candidates: once more, for all of them.
     assert found.waited <= 2, found.waits
+
+
+@pytest.mark.parametrize(("name", "most"), [("penalties", 62), ("tokens", 62)])
+def test_what_requests_change_about_logits_is_launched_once_for_all_of_them(traced, name, most):
+    """Not sequence by sequence, of which there are eight."""
+    found = traced[name]["decode"]
+    assert not found.wrong
+    assert found.waited == 1, found.waits
+    assert found.launches <= most
+
+
+def test_log_probabilities_are_one_copy(traced):
+    """Beside that of the tokens; of a prompt one more."""
+    step, prompts = traced["log-probabilities"]["decode"], traced["prompts' log-probabilities"]["prefill"]
+    assert not step.wrong
+    assert not prompts.wrong
+    assert step.waited == 2, step.waits
+    assert prompts.waited == 8 + 1, prompts.waits
 
 
 @pytest.mark.parametrize("name", MASKED)
