@@ -259,12 +259,24 @@ def test_sites_are_solved_on_the_device(traced):
 
 UNTRACED = {
     "dynamic_batch_loading": "needs data of several domains",
-    "zero_inference": "copies on a stream of its own, which a fake GPU does not have",
+    "moe_offload": "copies on a stream of its own, which a fake GPU does not have",
+    "torch_compile": "what is compiled cannot be traced",
+    "zero_inference": "as moe_offload",
 }
+OPTIONS = {"mxfp4": "mxfp4:layers=all"}
+OPTIONS |= {name: f"{name}:group_size=64" for name in ("awq", "fptq", "gptq", "quantease")}
+"""What this model needs: its rows have 320 inputs."""
+MOST = {"train": 300, "serve": 65}
+"""Launches of a step with two layers."""
+COSTLY = {"adalomo": 890, "adamw8bit": 900, "alpha_tuning": 700, "diff_pruning": 810, "qft": 1240, "qlora": 610}
+"""Of training with these: optimizers and weights whose every tensor takes some operators of PyTorch's."""
+WAITS = {"speculative": 2, "swap_advisor": 4, "zero_offload": 8, "zero_infinity": 10}
+"""More than one: for gradients that the host applies, for what moves to the host, and for drafts, one after the
+other."""
 
 
 @pytest.mark.nightly
-def test_every_technique_keeps_its_tensors_on_the_device(tmp_path):
+def test_every_technique_keeps_its_tensors_on_the_device_and_its_budgets(tmp_path):
     """Training and serving with each technique that one GPU and this model can have."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
@@ -273,7 +285,7 @@ def test_every_technique_keeps_its_tensors_on_the_device(tmp_path):
         for task in technique.card.tasks & {"pretrain", "finetune", "serve"} if name not in UNTRACED else ():
             try:
                 if task == "serve":
-                    e = serving("llama-mini", *([] if name in default_plan("serve") else [name]))
+                    e = serving("llama-mini", *([] if name in default_plan("serve") else [OPTIONS.get(name, name)]))
                 else:
                     e = training("llama-mini", [*(t for t in LOW if t != name), name], text)
                     work = {**e.workload.model_dump(exclude_unset=True), "kind": task}
@@ -284,7 +296,17 @@ def test_every_technique_keeps_its_tensors_on_the_device(tmp_path):
             found[name, task] = e
     assert len(found) > 50
     for (name, task), steps in zip(found, traces(list(found.values())), strict=True):
-        assert not [(name, task, step, s.wrong) for step, s in steps.items() if s.wrong]
+        most = MOST["serve"] if task == "serve" else COSTLY.get(name, MOST["train"])
+        for step, s in steps.items():
+            assert not s.wrong, (name, task, step, s.wrong)
+            assert s.launches <= most, (name, task, step, s.launches)
+            assert s.waited <= WAITS.get(name, 1), (name, task, step, s.waits)
+
+
+def test_compiled_blocks_are_not_traced():
+    e = make(shallow("llama-mini"), "h100-sxm", {"kind": "pretrain", "data": "x", "seq_len": 64}, ["torch_compile"])
+    with pytest.raises(UserError, match="compiler makes of a step cannot be traced"):
+        trace([e])
 
 
 def test_what_cannot_be_traced_is_said():
