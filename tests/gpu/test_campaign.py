@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,35 @@ def test_every_line_of_a_gpu_is_predicted_without_one(tmp_path):
             assert all(figures["seconds"] > 0 for figures in told.values())
     assert parts["training"]["llama3.2-1b, bf16"]["figures"]["mfu"] > 0.3
     assert parts["serving"]["llama3.1-8b, int4, decode, batch 1, 512 tokens"]["figures"]["step_s"] > 0
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_what_is_measured_when_a_call_ends_early_is_kept(tmp_path, end):
+    """By Ctrl-C with one message, and after a kill by the next call."""
+    given = (*SMALL, "--part", "kernels", "--only", "rotary", "--only", "product")
+    command = [sys.executable, str(CAMPAIGN), "--out", str(tmp_path), *given]
+    call = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    log = tmp_path / ".kernels.jsonl"
+    while call.poll() is None and not (log.is_file() and "\n" in log.read_text()):
+        time.sleep(0.01)
+    call.send_signal(end)
+    _, said = call.communicate()
+    if end != signal.SIGKILL:
+        assert call.returncode == 130
+        assert said.strip().endswith("the same command goes on from there")
+        assert "Traceback" not in said
+        assert (tmp_path / "report.html").is_file()
+    kept = (
+        [line["name"] for line in json.loads((tmp_path / "kernels.json").read_text())["lines"]]
+        if call.returncode > 0
+        else []
+    )
+    again = run(tmp_path, *given)
+    assert f"{5 - len(kept)} of 5 to measure" in again.stdout
+    held = json.loads((tmp_path / "kernels.json").read_text())
+    assert len(held["lines"]) == 5
+    assert all(line["status"] == "ok" and line["predicted"] for line in held["lines"])
+    assert end == signal.SIGKILL or kept
 
 
 @pytest.mark.nightly

@@ -73,7 +73,14 @@ OWN = {
 }
 """The same of what PyTorch's flash kernel does not have."""
 EXPERTS = ("mxfp4", "rtn:bits=4,group_size=32", "fp8")
-FILTERS = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+SAMPLED = {
+    "filters": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    "penalties": {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    "tokens": {"temperature": 0.8, "allowed_token_ids": [5, 6, 7], "bad_words": [[6]], "min_tokens": 3},
+    "log-probabilities": {"temperature": 0.0, "logprobs": 5},
+    "prompts' log-probabilities": {"temperature": 0.0, "prompt_logprobs": 3},
+}
+"""How tokens are chosen."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +94,7 @@ def traced(tmp_path_factory):
     given |= {f"sequences {n}": serving("llama-mini", max_num_seqs=n) for n in (1, 2)}
     given["one sequence fp8"] = serving("llama-mini", "fp8", max_num_seqs=1)
     given["own products"] = serving("llama-mini", kernels={"dense": "ridgeline"})
-    given["filters"] = serving("llama-mini")
+    given |= {name: serving("llama-mini") for name in SAMPLED}
     given["compress"] = make("llama-mini", "h100-sxm", {"kind": "compress", "seq_len": 64},
                              ["wanda", "rtn:bits=4,group_size=64"])  # fmt: skip
     batches = {}
@@ -95,7 +102,7 @@ def traced(tmp_path_factory):
         given[f"{n} on {on}"], batches[f"{n} on {on}"] = serving("llama-mini", "fp8", on=on), n
     for n, plan in product((1, 4, 64), EXPERTS):
         given[f"{n} through {plan}"], batches[f"{n} through {plan}"] = serving("mixtral-tiny", plan), n
-    settings = [FILTERS if name == "filters" else {"temperature": 0.0} for name in given]
+    settings = [SAMPLED.get(name, {"temperature": 0.0}) for name in given]
     sequences = [batches.get(name, 8) for name in given]
     return dict(zip(given, traces(list(given.values()), settings, sequences), strict=True))
 
@@ -228,6 +235,24 @@ def test_filters_of_a_whole_batch_wait_twice_at_most(traced):
     assert found.waited <= 2, found.waits
 
 
+@pytest.mark.parametrize(("name", "most"), [("penalties", 62), ("tokens", 62)])
+def test_what_requests_change_about_logits_is_launched_once_for_all_of_them(traced, name, most):
+    """Not sequence by sequence, of which there are eight."""
+    found = traced[name]["decode"]
+    assert not found.wrong
+    assert found.waited == 1, found.waits
+    assert found.launches <= most
+
+
+def test_log_probabilities_are_one_copy(traced):
+    """Beside that of the tokens; of a prompt one more."""
+    step, prompts = traced["log-probabilities"]["decode"], traced["prompts' log-probabilities"]["prefill"]
+    assert not step.wrong
+    assert not prompts.wrong
+    assert step.waited == 2, step.waits
+    assert prompts.waited == 8 + 1, prompts.waits
+
+
 @pytest.mark.parametrize("name", MASKED)
 def test_documents_and_windows_are_one_kernel_without_a_mask(traced, name):
     """No bias is made, and the host neither asks where documents end nor waits for copies."""
@@ -262,12 +287,24 @@ def test_sites_are_solved_on_the_device(traced):
 
 UNTRACED = {
     "dynamic_batch_loading": "needs data of several domains",
-    "zero_inference": "copies on a stream of its own, which a fake GPU does not have",
+    "moe_offload": "copies on a stream of its own, which a fake GPU does not have",
+    "torch_compile": "what is compiled cannot be traced",
+    "zero_inference": "as moe_offload",
 }
+OPTIONS = {"mxfp4": "mxfp4:layers=all"}
+OPTIONS |= {name: f"{name}:group_size=64" for name in ("awq", "fptq", "gptq", "quantease")}
+"""What this model needs: its rows have 320 inputs."""
+MOST = {"train": 300, "serve": 65}
+"""Launches of a step with two layers."""
+COSTLY = {"adalomo": 890, "adamw8bit": 900, "alpha_tuning": 700, "diff_pruning": 810, "qft": 1240, "qlora": 610}
+"""Of training with these: optimizers and weights whose every tensor takes some operators of PyTorch's."""
+WAITS = {"speculative": 2, "swap_advisor": 4, "zero_offload": 8, "zero_infinity": 10}
+"""More than one: for gradients that the host applies, for what moves to the host, and for drafts, one after the
+other."""
 
 
 @pytest.mark.nightly
-def test_every_technique_keeps_its_tensors_on_the_device(tmp_path):
+def test_every_technique_keeps_its_tensors_on_the_device_and_its_budgets(tmp_path):
     """Training and serving with each technique that one GPU and this model can have."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
@@ -276,7 +313,7 @@ def test_every_technique_keeps_its_tensors_on_the_device(tmp_path):
         for task in technique.card.tasks & {"pretrain", "finetune", "serve"} if name not in UNTRACED else ():
             try:
                 if task == "serve":
-                    e = serving("llama-mini", *([] if name in default_plan("serve") else [name]))
+                    e = serving("llama-mini", *([] if name in default_plan("serve") else [OPTIONS.get(name, name)]))
                 else:
                     e = training("llama-mini", [*(t for t in LOW if t != name), name], text)
                     work = {**e.workload.model_dump(exclude_unset=True), "kind": task}
@@ -287,7 +324,17 @@ def test_every_technique_keeps_its_tensors_on_the_device(tmp_path):
             found[name, task] = e
     assert len(found) > 50
     for (name, task), steps in zip(found, traces(list(found.values())), strict=True):
-        assert not [(name, task, step, s.wrong) for step, s in steps.items() if s.wrong]
+        most = MOST["serve"] if task == "serve" else COSTLY.get(name, MOST["train"])
+        for step, s in steps.items():
+            assert not s.wrong, (name, task, step, s.wrong)
+            assert s.launches <= most, (name, task, step, s.launches)
+            assert s.waited <= WAITS.get(name, 1), (name, task, step, s.waits)
+
+
+def test_compiled_blocks_are_not_traced():
+    e = make(shallow("llama-mini"), "h100-sxm", {"kind": "pretrain", "data": "x", "seq_len": 64}, ["torch_compile"])
+    with pytest.raises(UserError, match="compiler makes of a step cannot be traced"):
+        trace([e])
 
 
 def test_what_cannot_be_traced_is_said():

@@ -4,10 +4,12 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline.nn.kernels import native
+from ridgeline.serve.changes import Occurred
 from ridgeline.serve.request import EngineRequest, Sampling
-from ridgeline.serve.sampler import Occurred, Sampler
+from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence, SequenceGroup
 
 DRAWS = 3000
@@ -104,3 +106,47 @@ def test_the_tokens_that_occurred_are_known_while_a_sequence_grows():
     while len(tokens) < 2000:
         tokens += [rng.randrange(400) for _ in range(rng.randrange(1, 60))]
         assert sorted(occurred.ids(tokens).tolist()) == sorted(set(tokens))
+
+
+class Counted(TorchDispatchMode):
+    """How many operators run."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def changed(sampling, rows, together):
+    """Logits [rows, 50] as requests change them, all at once or one after the other; and operators that took."""
+    logits = torch.randn(rows, 50, generator=torch.Generator().manual_seed(1))
+    seqs = []
+    for i in range(rows):
+        seq = Sequence(SequenceGroup(EngineRequest("r", [1 + i, 2, 3], Sampling(**sampling)), []), 0, [1 + i, 2, 3])
+        seq.tokens += [4, 5, 4]
+        seq.counts.update({4: 2, 5: 1})
+        seqs.append(seq)
+    sampler = Sampler(frozenset(), False)
+    with Counted() as seen:
+        if together:
+            sampler.adjust(logits, seqs, [False] * rows)
+        else:
+            for row, seq in zip(logits.split(1), seqs, strict=True):
+                sampler.adjust(row, [seq], [False])
+    return logits, seen.count
+
+
+@pytest.mark.parametrize("sampling", [
+    {"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "frequency_penalty": 0.3}, {"logit_bias": {3: 2.0, 7: -1.0}},
+    {"allowed_token_ids": (3, 9)}, {"bad_words": ((5, 4, 8), (9,))},
+], ids=lambda s: "+".join(s))  # fmt: skip
+def test_logits_of_all_requests_are_changed_at_once(sampling):
+    whole, few = changed(sampling, 2, True)
+    whole, many = changed(sampling, 9, True)
+    apart, _ = changed(sampling, 9, False)
+    assert torch.equal(whole, apart)
+    assert not torch.equal(whole, changed({}, 9, True)[0])
+    assert many == few

@@ -8,10 +8,12 @@ import pytest
 import torch
 from tests.compressing import LLAMA, checkpoint
 
+from ridgeline.experiments import make
+from ridgeline.nn.kernels import dispatch
 from ridgeline.nn.quant.packed_model import load_packed, pack_head
 from ridgeline.runtime.solve.grid import Affine
-from ridgeline.serve import build_engine
-from ridgeline.serve.build_engine import default_dtype, load_engine
+from ridgeline.serve import build_engine, ranks
+from ridgeline.serve.build_engine import DEFAULT_PLAN, default_dtype, load_engine
 from ridgeline.spec.errors import UserError
 
 SLOW = ("torch.distributed.tensor", "sympy", "torch._dynamo", "transformers", "scipy")
@@ -89,3 +91,22 @@ def test_the_tokenizer_is_read_while_the_engine_starts(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["serve", str(checkpoint(tmp_path, LLAMA)), "--engine-process"])
     assert isinstance(result.exception, UserError)
     assert seen == ["started", "read", "waited"]
+
+
+@pytest.mark.parametrize(("capability", "old"), [((7, 0), True), ((7, 5), True), ((8, 0), False), ((12, 0), False)])
+def test_gpus_before_ampere_compute_in_fp16_without_triton(tmp_path, capability, old, monkeypatch):
+    source = checkpoint(tmp_path, LLAMA)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
+    assert default_dtype(source) == ("fp16" if old else "auto")
+    assert dispatch.has_triton.__wrapped__() == (not old)
+
+
+def test_a_plan_for_more_gpus_than_there_are_is_refused(monkeypatch):
+    """It was served on the CPU without a word."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    e = make("llama3.1-8b", "4xh100-sxm", {"kind": "serve", "prompt_len": 8, "output_len": 8},
+             ["tensor_parallel:degree=4", *DEFAULT_PLAN])  # fmt: skip
+    with pytest.raises(UserError, match="over 4 GPUs, and this process sees 2"):
+        ranks.start(e)

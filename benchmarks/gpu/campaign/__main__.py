@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,12 @@ def arguments() -> argparse.Namespace:
     return given
 
 
+def told(what: str, fix: str) -> SystemExit:
+    """Say what is wrong; the exception that ends the process with code 2."""
+    print(f"error: {what}\n  fix: {fix}", file=sys.stderr)
+    return SystemExit(2)
+
+
 def find_packages(wheels: Path | None) -> None:
     """Put the project on the path of this process and its children, and with it what ``wheels`` holds: installed once,
     into a folder beside the wheels that this user alone can write to."""
@@ -55,7 +62,7 @@ def find_packages(wheels: Path | None) -> None:
     if wheels is not None and site is not None and not site.exists():
         files = sorted(map(str, wheels.glob("*.whl")))
         if not files:
-            raise SystemExit(f"error: no wheels in {wheels}\n  fix: fill it with `make gpu-wheels`")
+            raise told(f"no wheels in {wheels}", "fill it with `make gpu-wheels`")
         with tempfile.TemporaryDirectory(prefix=f"{site.name}-", dir=site.parent) as new:
             target = Path(new) / "site"
             command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(target)]
@@ -77,18 +84,21 @@ def main() -> None:
     try:
         from campaign import run
     except ModuleNotFoundError as e:
-        fix = "`make setup`, or --wheels FOLDER (`make gpu-wheels`)"
-        raise SystemExit(f"error: the package {e.name!r} is not installed\n  fix: {fix}") from None
+        raise told(f"the package {e.name!r} is not installed",
+                   "`make setup`, or --wheels FOLDER (`make gpu-wheels`)") from None  # fmt: skip
     from ridgeline.spec.errors import UserError
 
     try:
         if given.child:
             run.measure_here(given)
         else:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
             run.campaign(given, given.part or PARTS)
     except UserError as e:
-        print(f"error: {e.what}\n  fix: {e.fix}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise told(e.what, e.fix) from None
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was measured is kept, and the same command goes on from there", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -43,9 +43,11 @@ def campaign(given: argparse.Namespace, parts: Sequence[str]) -> None:
         raise UserError(f"no line of {', '.join(parts)} has {' or '.join(given.only)} in its name", "leave out --only")
     said = predictions(given.out / "predictions.json", todo, setting)
     for part, cells in todo.items():
-        if not given.predict:
-            run_part(part, cells, said.get(part, {}), setting, given)
-        write_report(given.out)
+        try:
+            if not given.predict:
+                run_part(part, cells, said.get(part, {}), setting, given)
+        finally:
+            write_report(given.out)
     print(f"report: {given.out / 'report.html'}")
 
 
@@ -79,9 +81,10 @@ def run_part(
     waiting = [c for c in cells if not _done(records.get(c.name))]
     known = environment(setting)
     print(f"{part}: {len(waiting)} of {len(cells)} to measure", flush=True)
+    given.interrupted = False
     while waiting and (left := given.minutes * 60 - MARGIN - (time.monotonic() - start)) > 0:
         found = _batch(part, waiting, left, given)
-        if not found and len(waiting) == len(cells):
+        if not found and len(waiting) == len(cells) and not given.interrupted:
             found = [
                 (waiting[0].name, {"status": "timeout", "reason": f"took longer than {left:.0f} s: all of --minutes"})
             ]
@@ -97,6 +100,8 @@ def run_part(
             write(path, {"part": part, "environment": known, "finished": not waiting and not given.only,
                          "seconds": round(held.get("seconds", 0.0) + time.monotonic() - start, 1),
                          "lines": lines})  # fmt: skip
+        if given.interrupted:
+            raise KeyboardInterrupt
     if waiting:
         print(f"{part}: {len(waiting)} left for the next call: the time is up", flush=True)
 
@@ -120,7 +125,12 @@ def _batch(part: str, cells: list[Cell], left: float, given: argparse.Namespace)
     The cell that the process died in is recorded as failed; one that only ran out of the part's time is not.
     """
     log, words = given.out / f".{part}.jsonl", given.out / f".{part}.log"
-    log.unlink(missing_ok=True)
+    if log.is_file():  # of a call that was killed
+        known = {c.name for c in cells}
+        records = [(r.pop("name"), r) for r in _lines(log) if r.pop("code") == code_hash() and r["name"] in known]
+        log.unlink()
+        if records:
+            return records
     folder = Path(__file__).parent
     command = [sys.executable, str(folder), "--out", str(given.out), "--part", part, *(["--small"] * given.small),
                *(["--on", given.on] if given.on else []), "--child", *(c.name for c in cells)]  # fmt: skip
@@ -139,6 +149,8 @@ def _batch(part: str, cells: list[Cell], left: float, given: argparse.Namespace)
                 stopped = "part"
             elif time.monotonic() - last > limit:
                 stopped = f"took longer than {limit:.0f} s"
+    except KeyboardInterrupt:
+        stopped, given.interrupted = "part", True
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
@@ -147,7 +159,7 @@ def _batch(part: str, cells: list[Cell], left: float, given: argparse.Namespace)
     text = words.read_text(errors="replace")
     log.unlink(missing_ok=True)
     words.unlink(missing_ok=True)
-    records = [(c.name, r) for c, r in zip(cells, found, strict=False)]
+    records = [(r.pop("name"), r) for r in found if r.pop("code")]
     rest = cells[len(records) :]
     if rest and stopped != "part" and (stopped or child.returncode or not records):
         reason = stopped or f"the process ended with {child.returncode}"
@@ -185,7 +197,7 @@ def measure_here(given: argparse.Namespace) -> None:
                 record = {"status": "failed", "reason": f"{type(e).__name__}: {e}"[:500],
                           "log": traceback.format_exc()[-2000:]}  # fmt: skip
             record["seconds"] = round(time.perf_counter() - start, 2)
-            log.write(json.dumps(record) + "\n")
+            log.write(json.dumps({"name": name, "code": code_hash(), **record}) + "\n")
             log.flush()
             if record["status"] in ("failed", "oom"):
                 return  # a device that has failed may fail the next one too

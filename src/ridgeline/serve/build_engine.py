@@ -210,8 +210,11 @@ def load_engine(
 
 def default_dtype(checkpoint: Path) -> str:
     """The dtype that a checkpoint is served in unless the user says otherwise: "auto", which is bf16 on a GPU and fp32
-    on a CPU; bf16 for weights in bf16 on a CPU that multiplies it (AVX512-BF16, AMX; on others the operators that have
-    no kernel of ours take two to four times as long as in fp32)."""
+    on a CPU; fp16 on GPUs without bf16, those before Ampere; bf16 for weights in bf16 on a CPU that multiplies it
+    (AVX512-BF16, AMX; on others the operators that have no kernel of ours take two to four times as long as in
+    fp32)."""
+    if torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+        return "fp16"
     stored = config_dtype(checkpoint) is torch.bfloat16 and "quantization_config" not in read_config(checkpoint)
     return "bf16" if stored and not torch.cuda.is_available() and multiplies_bf16() else "auto"
 

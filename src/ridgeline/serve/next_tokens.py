@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ridgeline.serve.beam import BeamSearch
+from ridgeline.serve.changes import put
 from ridgeline.serve.draft_tree import child, moves
 from ridgeline.serve.outputs import Outputs
 from ridgeline.serve.request import TokenLogprob
 from ridgeline.serve.runner import Runner
-from ridgeline.serve.sampler import NOT_FINITE, Sampler, finite_rows, put
+from ridgeline.serve.sampler import NOT_FINITE, Sampler, finite_rows
 from ridgeline.serve.scheduler import Scheduler
 from ridgeline.serve.sequence import Sequence
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from ridgeline.serve.outputs import Outputs
@@ -52,10 +50,7 @@ def prompt_logprobs(seq: Sequence, hidden: Tensor, runner: Runner, sampler: Samp
         end = min(stop, at + rows_at_once)
         logits = runner.logits(hidden[at - start : end - start])
         tokens = [int(t) for t in prompt[at + 1 : end + 1]]
-        found = sampler.logprobs(logits, tokens, [tops] * len(tokens))
-        own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
-        ranks = 1 + (logits > own).sum(1)
-        group.prompt_logprobs += [replace(f, rank=r) for f, r in zip(found, ranks.tolist(), strict=True)]
+        group.prompt_logprobs += sampler.logprobs(logits, tokens, [tops] * len(tokens), ranked=True)
 
 
 def end_pooled(seq: Sequence, outputs: Outputs) -> None:

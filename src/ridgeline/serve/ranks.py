@@ -33,6 +33,7 @@ from ridgeline.serve.rank_channel import RankLost, connect
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sequence import Sequence
 from ridgeline.serve.step_message import pack, unpack
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 
 WAIT = timedelta(seconds=60)
@@ -109,6 +110,10 @@ class RankedRunner(Runner):
 def start(e: Experiment) -> list[subprocess.Popen[bytes]]:
     """Start the other ranks of a divided engine, and meet them; returns their processes."""
     ranks = e.world
+    if 0 < torch.cuda.device_count() < ranks:
+        raise UserError(f"the plan divides the model over {ranks} GPUs, and this process sees"
+                        f" {torch.cuda.device_count()}", "divide it over those, or hide them to compute on the CPU"
+                        " (CUDA_VISIBLE_DEVICES=)")  # fmt: skip
     folder = tempfile.mkdtemp(prefix="ridgeline-ranks-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # groups made later still meet there
     job, meet = Path(folder) / "job.json", Path(folder) / "meet"

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ridgeline.nn.kernels import native
 from ridgeline.serve import topk
+from ridgeline.serve.changes import change, put
 from ridgeline.serve.request import Sampling, TokenLogprob
 from ridgeline.serve.sequence import Sequence
 
@@ -31,27 +31,6 @@ NOT_FINITE = -2
 def plain_search(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, by one pass of PyTorch's selection."""
     return x.topk(min(k, x.shape[1]), dim=1)
-
-
-class Occurred:
-    """The different tokens of one sequence, kept as it grows."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._ids = torch.empty(64, dtype=torch.int64)
-        self._known = 0
-
-    def ids(self, tokens: list[int]) -> Tensor:
-        """The different ones of ``tokens``, which begin with those of the last call: [C], on the CPU."""
-        new = list(dict.fromkeys(t for t in tokens[self._known :] if t not in self._seen))
-        self._known = len(tokens)
-        held = len(self._seen)
-        if new:
-            self._seen.update(new)
-            if len(self._seen) > len(self._ids):
-                self._ids = torch.cat([self._ids[:held], torch.empty(2 * len(self._seen) - held, dtype=torch.int64)])
-            self._ids[held : len(self._seen)] = torch.tensor(new)
-        return self._ids[: len(self._seen)]
 
 
 @dataclass
@@ -136,9 +115,8 @@ class Sampler:
     def adjust(self, logits: Tensor, seqs: list[Sequence], short: list[bool] | None = None) -> None:
         """Apply penalties, biases and constraints of the requests to rows of logits [R, V], in place. ``short``: whose
         output has fewer than ``min_tokens``; None: as the host knows them."""
-        for i, seq in enumerate(seqs):
-            if _changes(seq):
-                self._adjust(logits[i], seq)
+        if some := [i for i, seq in enumerate(seqs) if _changes(seq)]:
+            change(logits, seqs, some)
         if short is None:
             short = [seq.generated < seq.group.request.sampling.min_tokens for seq in seqs]
         if any(short):
@@ -155,37 +133,6 @@ class Sampler:
         if places:
             row, token = put(places, torch.int64, logits.device).unbind(1)
             logits[row, token] = float("-inf")
-
-    def _adjust(self, row: Tensor, seq: Sequence) -> None:
-        """Apply those of its request, but for ``min_tokens``, to one row of logits [V], in place."""
-        s = seq.group.request.sampling
-        if s.repetition_penalty != 1.0:
-            seq.occurred = seq.occurred or Occurred()
-            occurred = put(seq.occurred.ids(seq.tokens), torch.int64, row.device)
-            values = row[occurred]
-            row[occurred] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
-        if (s.presence_penalty or s.frequency_penalty) and seq.counts:
-            ids = put(list(seq.counts), torch.int64, row.device)
-            often = put(list(seq.counts.values()), row.dtype, row.device)
-            row[ids] -= s.presence_penalty + s.frequency_penalty * often
-        if s.logit_bias:
-            ids = put(list(s.logit_bias), torch.int64, row.device)
-            row[ids] += put(list(s.logit_bias.values()), row.dtype, row.device)
-        if s.allowed_token_ids:
-            ids = put(s.allowed_token_ids, torch.int64, row.device)
-            kept = row[ids]
-            row.fill_(float("-inf"))
-            row[ids] = kept
-        for *before, last in s.bad_words:
-            if seq.generated >= len(before) and seq.tokens[len(seq.tokens) - len(before) :] == before:
-                row[last] = float("-inf")
-        if seq.grammar is not None:
-            allowed = seq.grammar.allowed()
-            if allowed is not None:
-                ids = put(allowed, torch.int64, row.device)
-                kept = row[ids]
-                row.fill_(float("-inf"))
-                row[ids] = kept
 
     def _filtered(self, x: Tensor, settings: list[Sampling], uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Draws from rows ``x`` [R, V] with top-k, top-p or min-p, by numbers ``uniform`` [R], among the likeliest
@@ -228,16 +175,26 @@ class Sampler:
         kept = nuclei(x, whole, top_p.where(top_p < 1, 2.0), least)
         return topk.draw(x.masked_fill(~kept, float("-inf")), uniform)
 
-    def logprobs(self, logits: Tensor, tokens: list[int], tops: list[int]) -> list[TokenLogprob]:
-        """Log-probabilities of one token for each row of unchanged ``logits`` [R, V], and of its likeliest ones."""
-        whole = logits.logsumexp(1)
-        chosen = logits.gather(1, put(tokens, torch.int64, logits.device)[:, None])[:, 0] - whole
-        if not any(tops):
-            return [TokenLogprob(t, p) for t, p in zip(tokens, chosen.tolist(), strict=True)]
-        values, ids = self.search(logits, max(tops))
-        values = values - whole[:, None]
-        rows = zip(tokens, chosen.tolist(), ids.tolist(), values.tolist(), tops, strict=True)
-        return [TokenLogprob(t, p, tuple(zip(i[:n], v[:n], strict=True))) for t, p, i, v, n in rows]
+    def logprobs(
+        self, logits: Tensor, tokens: list[int], tops: list[int], ranked: bool = False
+    ) -> list[TokenLogprob]:  # fmt: skip
+        """Log-probabilities of one token for each row of unchanged ``logits`` [R, V], of its likeliest ones, and, if
+        ``ranked``, its place among all. The host waits for the device once."""
+        whole = logits.logsumexp(1, keepdim=True)
+        own = logits.gather(1, put(tokens, torch.int64, logits.device)[:, None])
+        most, parts = max(tops), [own - whole]
+        if most:
+            values, ids = self.search(logits, most)
+            most = values.shape[1]
+            parts += [values - whole, ids]
+        if ranked:
+            parts.append(1 + (logits > own).sum(1, keepdim=True))
+        found = []
+        # In 64 bits, which have tokens and numbers of 32 bits exactly.
+        for token, row, n in zip(tokens, torch.cat([p.double() for p in parts], 1).tolist(), tops, strict=True):
+            likeliest = zip(map(int, row[1 + most : 1 + most + n]), row[1 : 1 + min(n, most)], strict=True)
+            found.append(TokenLogprob(token, row[0], tuple(likeliest), int(row[-1]) if ranked else 0))
+        return found
 
     @staticmethod
     def named(logits: Tensor, found: TokenLogprob, tokens: Iterable[int]) -> TokenLogprob:
@@ -285,12 +242,6 @@ def nuclei(x: Tensor, whole: Tensor, top_p: Tensor, least: Tensor) -> Tensor:
     before = p.cumsum(1) - p
     kept = (before < top_p) & (p >= least)
     return torch.zeros_like(kept).scatter_(1, order, kept)
-
-
-def put(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on the device; the host does not wait for a GPU's copy."""
-    t = torch.as_tensor(values, dtype=dtype)
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 @lru_cache(maxsize=64)

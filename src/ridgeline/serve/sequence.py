@@ -11,8 +11,8 @@ from ridgeline.serve.request import EngineRequest, Finish, Grammar, TokenLogprob
 
 if TYPE_CHECKING:
     from ridgeline.serve.beam import Beams
+    from ridgeline.serve.changes import Occurred
     from ridgeline.serve.drafting import NGrams
-    from ridgeline.serve.sampler import Occurred
 
 
 @dataclass(slots=True, eq=False)

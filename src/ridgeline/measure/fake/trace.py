@@ -12,6 +12,7 @@ from typing import Any
 
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import has
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def trace(
             raise UserError(f"{e.cluster.device.name} is no GPU", 'name one, such as on = "h100-sxm"')
         if e.world > 1:
             raise UserError(f"{e.world} devices cannot be traced without them", "leave out what divides the model")
+        if has(e, "compiled_blocks"):
+            raise UserError("what PyTorch's compiler makes of a step cannot be traced", "leave out torch_compile")
         if not e.is_training and e.task not in ("serve", "compress"):
             raise UserError(f"task {e.task!r} has no trace on a fake GPU", "use pretrain, finetune, serve or compress")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

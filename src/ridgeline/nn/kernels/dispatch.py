@@ -17,8 +17,10 @@ from ridgeline.nn.kernels.native import TYPES
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton is installed, and compiles for the GPU if there is one: from Ampere on (compute capability
+    8.0)."""
+    old = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0)
+    return importlib.util.find_spec("triton") is not None and not old
 
 
 @lru_cache(maxsize=8)
