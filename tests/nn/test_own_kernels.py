@@ -10,8 +10,10 @@ from tests.nn.test_skinny import found  # noqa: F401
 from torch import nn
 
 from ridgeline import catalog
+from ridgeline.nn.adapters.lora_slots import LoraSlots
 from ridgeline.nn.kernels import lowbit_matmul, products, skinny
-from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, Backend, Kernels
+from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, LORA, Backend, Kernels
+from ridgeline.nn.kernels.grouped_lora import add_lora
 from ridgeline.nn.model import grouped_experts, own_kernels
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.quant.packed_model import PackedExperts
@@ -202,3 +204,23 @@ def test_and_right(dense, monkeypatch):
     rows.clear()
     model[0](torch.ones(9, 80, device=DEVICE, dtype=torch.bfloat16))
     assert not rows
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), Kernels({LORA: "torch"})], ids=["", "asked"])
+@pytest.mark.parametrize("factor", [1, 1.1])
+def test_adapters_are_added_for_all_rows_at_once_where_that_is_right(kernels, factor, hopper, monkeypatch):
+    monkeypatch.setattr(Backend, "refusal", lambda self, case: "")
+    calls = []
+
+    def add(x, y, items, stack):
+        calls.append(stack.widths)
+        add_lora(x, y, items, stack)
+        y *= factor
+
+    model = nn.Sequential(nn.Linear(80, 48), nn.Linear(48, 24)).to(DEVICE, torch.bfloat16)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        taken = own_kernels.settle_lora(LoraSlots(model, add), kernels)
+    assert taken == (factor == 1 and not kernels.asked)
+    assert len(said) == (factor > 1 and not kernels.asked)
+    assert set(calls) == (set() if kernels.asked else {(48,), (24,)} if taken else {calls[0]})

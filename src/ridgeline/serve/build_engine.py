@@ -18,6 +18,7 @@ from ridgeline.nn.checkpoint.files import config_dtype, read_config
 from ridgeline.nn.kernels.dispatch import has_triton
 from ridgeline.nn.memory.decoder import find_decoder
 from ridgeline.nn.model.init import DTYPES, build
+from ridgeline.nn.model.own_kernels import settle_lora
 from ridgeline.nn.model.served import fuse_served
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
@@ -178,7 +179,8 @@ def _slots(run: ServeBuild) -> LoraSlots | None:
         return None
     from ridgeline.nn.kernels.grouped_lora import add_lora
 
-    return LoraSlots(run.model, add_lora)
+    slots = LoraSlots(run.model, add_lora)
+    return slots if settle_lora(slots, run.kernels) else None
 
 
 def _capture(runner: Runner, graphs: StepGraphs) -> None:

@@ -22,11 +22,13 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "float8": (OURS, "torch"),
     "experts": (OURS, "torch"),
     "dense": ("torch", OURS),
+    "lora": (OURS, "torch"),
 }
 """By operator: attention over the pages of a serving step with one new token for each sequence, and of steps with
 prompts or drafts; the RMS norms and the gated activation of fused layers; the head with its loss, in chunks; of served
-models, products of 9 to 128 rows in float8 on Hopper, quantized experts, all at once or one after the other, and on
-Hopper products of 2 to 128 rows in 16 bits."""
+models, products of 9 to 128 rows in float8 on Hopper, quantized experts, all at once or one after the other, on
+Hopper products of 2 to 128 rows in 16 bits, and what plain LoRA adapters add, for all rows at once or one adapter after
+the other."""
 
 
 def checked(asked: Mapping[str, Any]) -> dict[str, str]:

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.nn.kernels import functions, products
-from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, OPERATORS, WRONG, Backend, Case, Kernels, able
+from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, LORA, OPERATORS, WRONG, Backend, Case, Kernels, able
 from ridgeline.nn.kernels.dispatch import is_hopper
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.model.grouped_experts import group_experts
 from ridgeline.nn.model.loss import IGNORE
+from ridgeline.nn.model.own_kernels import lora_trial
 from ridgeline.nn.quant import mxfp4
 from ridgeline.nn.quant.codec import E4M3
 from ridgeline.nn.quant.codes import Stripes
@@ -324,5 +325,15 @@ def _dense(device: torch.device, s: Sizes, decode: bool) -> Trial:
                  lambda: [F.linear(x.float(), weight.float())])  # fmt: skip
 
 
+def _lora(device: torch.device, s: Sizes, decode: bool) -> Trial:
+    """What the adapters of a decode step's rows add to two merged projections."""
+    from ridgeline.nn.kernels.grouped_lora import add_lora
+
+    widths = (s.inner, s.inner)
+    ours, right = lora_trial(add_lora, device, s.low, s.hidden, widths, s.few)
+    return Trial(Case(device, s.low, width=s.hidden), lambda: [ours()], lambda kernel, case: lambda: [right()],
+                 lambda: [right()])  # fmt: skip
+
+
 _TRIALS = {"attention": _attention, "norm": _norm, "swiglu": _swiglu, "head_loss": _head_loss, FLOAT8: _float8,
-           EXPERTS: _experts, DENSE: _dense}  # fmt: skip
+           EXPERTS: _experts, DENSE: _dense, LORA: _lora}  # fmt: skip

@@ -141,6 +141,13 @@ class LoraSlots:
                     self._known[site.names[0]] = known
                     self._of |= dict.fromkeys(site.names, site)
 
+    def shapes(self) -> set[tuple[int, tuple[int, ...]]]:
+        """(inputs, outputs of each slice) of the products that adapters may add to: merged ones, and all others."""
+        merged = {(site.width, site.widths) for site in self._of.values()}
+        layers = {name: m for name, m in self.model.named_modules() if name not in self._of}
+        sizes = ((getattr(m, "in_features", None), getattr(m, "out_features", None)) for m in layers.values())
+        return merged | {(k, (n,)) for k, n in sizes if isinstance(k, int) and isinstance(n, int)}
+
     @staticmethod
     def takes(adapters: Mapping[str, Adapter]) -> bool:
         """Whether adapters, by the names of their layers, are all of this kind."""

@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ridgeline.nn.adapters.lora_slots import AddLora, LoraSlots
 from ridgeline.nn.kernels import products
 from ridgeline.nn.kernels.adjacency import adjacent
-from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, LOW, WRONG, Case, Kernels
+from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, LORA, LOW, WRONG, Case, Kernels
 from ridgeline.nn.kernels.dispatch import is_hopper
+from ridgeline.nn.kernels.lora_stack import LEAST_RANK, Stack, cut
 from ridgeline.nn.model.attention import Attention
 from ridgeline.nn.model.joined_weights import whole_layer
 from ridgeline.nn.model.mlp import MLP
@@ -27,10 +29,12 @@ from ridgeline.spec.errors import UserError
 
 ROWS = (13, 29, 61, 125)
 """Rows that are multiplied for a trial: of each of the launches for few rows."""
+LORA_ROWS = (13, 90, 300)
+"""The same of each of the launches for adapters."""
 EACH = 4
 """Rows of an expert, on average: fewer than are multiplied in codes of their own."""
 
-_PYTORCHS = " ".join(f"--kernels {operator}=torch" for operator in (FLOAT8, EXPERTS, DENSE))
+_PYTORCHS = " ".join(f"--kernels {operator}=torch" for operator in (FLOAT8, EXPERTS, DENSE, LORA))
 
 Both = tuple[Callable[[], Tensor], Callable[[], Tensor]]
 """What computes something with our kernel, and what without."""
@@ -95,6 +99,51 @@ def _merged(module: nn.Module) -> Iterator[list[nn.Module]]:
         parts = [module.gate_proj, module.up_proj]
     if parts:
         yield [p for p in parts if p is not None]
+
+
+def settle_lora(slots: LoraSlots, kernels: Kernels) -> bool:
+    """Whether our kernels add adapters for all rows at once: chosen and tried at the model's shapes."""
+    device, dtype = slots.device, slots.dtype
+    if dtype not in LOW or kernels.find(LORA, Case(device, dtype)) is not None:
+        return False
+    trials = (lora_trial(slots.rows.add, device, dtype, width, widths, rows)
+              for width, widths in slots.shapes() for rows in LORA_ROWS)  # fmt: skip
+    _try(kernels, LORA, device, trials)
+    return kernels.ours(LORA)
+
+
+def lora_trial(
+    add: AddLora, device: torch.device, dtype: torch.dtype, width: int, widths: tuple[int, ...], rows: int
+) -> Both:
+    """What three adapters of two ranks add to ``rows`` rows of ``width`` inputs, and to none of the last ones."""
+    ranks, slices, capacity = (LEAST_RANK, 5, LEAST_RANK), len(widths), LEAST_RANK
+    x = _random(device, dtype, rows, width)
+    a = _random(device, dtype, len(ranks) * slices * capacity, width).view(len(ranks), -1, width)
+    b = _random(device, dtype, len(ranks) * capacity, sum(widths)).view(len(ranks), capacity, -1)
+    held = torch.tensor(ranks, dtype=torch.int32, device=device)[:, None].expand(-1, slices).contiguous()
+    scales = torch.full((len(ranks), slices), width**-0.5, device=device)
+    stack = Stack(a, b, held, scales, widths)
+    ends = [0, rows // 4, rows // 2, rows - 1]
+    segments = [(slot, ends[slot], ends[slot + 1]) for slot in range(len(ranks))]
+    items = torch.tensor(cut(segments, rows), dtype=torch.int32, device=device)
+
+    def ours() -> Tensor:
+        y = torch.zeros(rows, sum(widths), device=device, dtype=dtype)
+        add(x, y, items, stack)
+        return y
+
+    def right() -> Tensor:
+        y = torch.zeros(rows, sum(widths), device=device)
+        for slot, first, end in segments:
+            begin = 0
+            for i, n in enumerate(widths):
+                mine = a[slot, i * capacity : i * capacity + ranks[slot]].float()
+                up = b[slot, : ranks[slot], begin : begin + n].float()
+                y[first:end, begin : begin + n] = x[first:end].float() @ mine.t() @ up * width**-0.5
+                begin += n
+        return y
+
+    return ours, right
 
 
 def _try(kernels: Kernels, operator: str, device: torch.device, trials: Iterator[Both]) -> None:
