@@ -1,10 +1,15 @@
 """Fused attention within spans in Triton (its interpreter, where there is no GPU), beside attention by its definition
 in fp64: outputs and all gradients."""
 
+import warnings
+
 import pytest
 import torch
 from tests.nn.interpreter import DEVICE
 
+from ridgeline import catalog
+from ridgeline.nn.kernels import flash
+from ridgeline.nn.model import span_trial
 from ridgeline.nn.model.attention import alibi_slopes, naive_attention
 from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.spans import make_spans, span_attention
@@ -115,3 +120,22 @@ def test_in_16_bits(name, dtype):
     heads, groups, width, options = CASES[name]
     for mine, exact in zip(*results(heads, groups, width, dtype, **options), strict=True):
         assert (mine - exact).norm() < 3 * LOW[dtype] * exact.norm()
+
+
+@pytest.mark.parametrize("off", [False, True])
+@pytest.mark.parametrize(("cap", "alibi", "sinks"), [(3.0, False, False), (None, True, False), (None, False, True)])
+def test_it_is_tried_before_a_model_trains_by_it(cap, alibi, sinks, off, monkeypatch):
+    """Also in a pass without gradients."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    plain = flash.backward
+    if off:
+        monkeypatch.setattr(flash, "backward", lambda *given: tuple(t * 1.2 for t in plain(*given)))
+    changes = {"attention_soft_cap": cap, "position": "alibi" if alibi else "rope", "attention_sinks": sinks}
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
+    spec = catalog.model("llama-tiny").model_copy(update=changes | sizes)
+    span_trial._tried.cache_clear()
+    with torch.inference_mode(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert span_trial.is_right(spec, torch.device(DEVICE), torch.float16) is not off
+    span_trial._tried.cache_clear()
+    assert [str(w.message)[:34] for w in said] == ["attention is computed with masks, "] * off

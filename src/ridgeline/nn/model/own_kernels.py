@@ -154,9 +154,14 @@ def _try(kernels: Kernels, operator: str, device: torch.device, trials: Iterator
         warnings.warn(f"PyTorch's operators compute {operator}, as our kernel {why}", stacklevel=3)
 
 
-def differs(device: torch.device, ours: Callable[[], Tensor], right: Callable[[], Tensor]) -> str:
+def differs(
+    device: torch.device,
+    ours: Callable[[], Tensor],
+    right: Callable[[], Tensor],
+    fix: str = f"start again with {_PYTORCHS}",
+) -> str:
     """What is wrong with our kernel, run twice, beside what is ``right``; empty: nothing. Raises :class:`UserError`
-    where nothing else can run on the GPU after it."""
+    with the advice ``fix`` where nothing else can run on the GPU after it."""
     try:
         found, again = ours(), ours()
         torch.cuda.synchronize(device)
@@ -165,8 +170,7 @@ def differs(device: torch.device, ours: Callable[[], Tensor], right: Callable[[]
         try:
             torch.zeros(1, device=device).item()
         except Exception:
-            raise UserError(f"our kernel {why}, and leaves the GPU unusable",
-                            f"start again with {_PYTORCHS}") from e  # fmt: skip
+            raise UserError(f"our kernel {why}, and leaves the GPU unusable", fix) from e
         return why
     want = right().float()
     error = float((found.float() - want).norm() / want.norm())

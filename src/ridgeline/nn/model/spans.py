@@ -32,7 +32,15 @@ def by_spans(spec: ModelSpec, x: Tensor) -> bool:
     """Whether layers of a model can attend by our kernel, where ``x`` enters the first of them: in 16 bits, with keys
     as wide as values. With sinks it would matter which key ALiBi's distances are counted from."""
     able = not spec.is_latent and not (spec.attention_sinks and spec.position == "alibi")
-    return able and has_kernel(x.device) and fits_varlen(compute_dtype(x), spec.head_dim)
+    return able and has_kernel(x.device) and fits_varlen(compute_dtype(x), spec.head_dim) and _is_right(spec, x)
+
+
+def _is_right(spec: ModelSpec, x: Tensor) -> bool:
+    if not x.is_cuda:
+        return True
+    from ridgeline.nn.model.span_trial import is_right
+
+    return is_right(spec, x.device, compute_dtype(x))
 
 
 def make_spans(
