@@ -1,8 +1,10 @@
 """For every test: Ridgeline's own files go to a temporary directory, torch uses one thread (``OMP_NUM_THREADS``)."""
 
+import fcntl
 import gc
 import itertools
 import os
+import pickle
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -63,6 +65,25 @@ def _homes(tmp_path_factory):
                 yield cache.parent
 
     return homes()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """``once(name, make)``: what ``make()`` returns, pickled by the first process of a run that asks for it. Processes
+    that help another with its file, and those that come back to a file, would make again what its tests share."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def shared(name, make):
+        file = folder / f"once-{name}"
+        with (folder / f"once-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                made = pickle.dumps(make())
+                file.write_bytes(made)
+            return pickle.loads(file.read_bytes())
+
+    return shared
 
 
 @pytest.fixture(autouse=True)

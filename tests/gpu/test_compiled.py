@@ -42,16 +42,16 @@ def run(script, folder, *args):
 
 
 @pytest.fixture(scope="module")
-def hopper(tmp_path_factory):
+def hopper(once, tmp_path_factory):
     """One shape of each important kernel for compute capability 9.0."""
-    return compiled(tmp_path_factory.mktemp("triton"), "--quick", "--capabilities", "90")
+    return once("hopper", lambda: compiled(tmp_path_factory.mktemp("triton"), "--quick", "--capabilities", "90"))
 
 
 @pytest.fixture(scope="module")
-def ada(tmp_path_factory):
+def ada(once, tmp_path_factory):
     """A few for 8.9: of the devices, that with the least shared memory."""
-    few = ("int4 rows=4 ", "flash Gemma 2 9B", "row 28672x4096 bf16")
-    return compiled(tmp_path_factory.mktemp("triton"), "--only", *few, "--capabilities", "89")
+    few = ("--only", "int4 rows=4 ", "flash Gemma 2 9B", "row 28672x4096 bf16", "--capabilities", "89")
+    return once("ada", lambda: compiled(tmp_path_factory.mktemp("triton"), *few))
 
 
 def only(rows, case, kernel):

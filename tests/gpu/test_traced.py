@@ -84,7 +84,7 @@ SAMPLED = {
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory):
+def traced(once, tmp_path_factory):
     """Each of them, traced once; skipped, with the reason, where a fake GPU cannot be had."""
     text = tmp_path_factory.mktemp("traced") / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
@@ -104,7 +104,7 @@ def traced(tmp_path_factory):
         given[f"{n} through {plan}"], batches[f"{n} through {plan}"] = serving("mixtral-tiny", plan), n
     settings = [SAMPLED.get(name, {"temperature": 0.0}) for name in given]
     sequences = [batches.get(name, 8) for name in given]
-    return dict(zip(given, traces(list(given.values()), settings, sequences), strict=True))
+    return once("traced", lambda: dict(zip(given, traces(list(given.values()), settings, sequences), strict=True)))
 
 
 def traces(experiments, settings=(), sequences=()):

@@ -1,12 +1,18 @@
 """The probe measures every kind of operator that a training graph holds, and predictions then rest on it."""
 
+import json
 import math
 
 import pytest
+import torch
 
 from ridgeline import catalog, experiments
 from ridgeline.graph import optimizer_ops, training_graph
+from ridgeline.jobs.job import LaunchJob, RankContext
+from ridgeline.jobs.worker import run_rank
 from ridgeline.measure.environment import cores
+from ridgeline.measure.probing import probe as probing
+from ridgeline.measure.probing import probe_serving, probe_timer, probe_worker
 from ridgeline.measure.probing.probe import DECODE_BITS, decode_experiment, decode_latency, probe
 from ridgeline.measure.probing.probe_timer import affine
 from ridgeline.predict import predict
@@ -15,14 +21,33 @@ from ridgeline.predict.operators.kernel import find_rate
 from ridgeline.techniques.registry import check
 
 
+def in_this_process(job, watch, timeout):
+    """A job of one rank, without the processes that ``ridgeline probe --sweep`` starts in its own test."""
+    sent = LaunchJob.from_json(job.to_json())
+    return json.loads(json.dumps(run_rank(sent, RankContext(torch.device("cpu"), 0, 1, watch))))
+
+
 @pytest.fixture(scope="module")
-def profile(_homes):
+def profile(_homes, once):
+    """All measurements once. No figure has to be right here: memory that caches hold, and small models."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RIDGELINE_HOME", str(next(_homes)))
-        device, file = probe(max_ranks=1, quick=True)
-        assert catalog.local_device() == device
-        assert file.is_file()
-        yield device
+        patch.setattr(probing, "run_job", in_this_process)
+        for module, name in ((probe_timer, "CACHE_BYTES"), (probe_worker, "CACHE_BYTES"), (probe_serving, "_CACHED")):
+            patch.setattr(module, name, 2**20)
+        for name in ("WIDE_REFERENCE", "DECODE_REFERENCE"):
+            narrow = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 256}
+            patch.setattr(probing, name, getattr(probing, name).model_copy(update=narrow))
+        for module in (probing, probe_serving):
+            patch.setattr(module, "STEP_DEPTHS", (3, 4, 5))
+        yield once("profile", probed)
+
+
+def probed():
+    device, file = probe(max_ranks=1, quick=True)
+    assert catalog.local_device() == device
+    assert file.is_file()
+    return device
 
 
 PLANS = [[], ["flash_attention"], ["recompute"], ["mixed_precision"], ["lora", "rtn:bits=8"], ["lora", "rtn:bits=4"]]

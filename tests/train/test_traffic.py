@@ -112,17 +112,21 @@ AT_NIGHT = {"scatter", "batch", "whole", "gpipe"}
 def measure(
     rank: int, e: Experiment, metered: bool = True
 ) -> tuple[dict[tuple[str, int], list[float]], dict[str, int]]:
-    """(calls and bytes of one step, live bytes by category at the peak of another if ``metered``)."""
+    """(calls and bytes of one step, live bytes by category at the peak of one if ``metered``)."""
     trainer = make_trainer(e, rank)
     trainer.step()
-    with Wire() as wire:
-        trainer.step()
-    assert not wire.unknown
+    wire = Wire()
     if not metered:
+        with wire:
+            trainer.step()
+        assert not wire.unknown
         return dict(wire.counts), {}
     # gloo's worker thread may keep a collective's buffer for an instant after wait() returned: the least of two, or of
     # three where these differ, unless steps differ by how tokens are routed
-    usages = [metered_step(trainer) for _ in range(1 if e.model.num_experts else 2)]
+    usages = [metered_step(trainer, wire)]
+    assert not wire.unknown
+    if not e.model.num_experts:
+        usages.append(metered_step(trainer))
     differ = torch.tensor([usages[0].total != usages[-1].total])
     dist.all_reduce(differ, dist.ReduceOp.MAX)  # every rank takes the same number of steps
     if differ:
@@ -153,9 +157,10 @@ def measured(corpus):
     def run(name: str) -> Any:
         if name not in known:
             e = build(name, corpus, WIDE)
-            workload = e.workload.model_copy(update={"seq_len": 128 if crosses(name) else 64})
-            e = e.model_copy(update={"workload": workload})
-            known[name] = (predict(e), world(e.world).run(measure, e, name not in PAIRS))
+            metered = name not in PAIRS
+            length = (128 if crosses(name) else 64) if metered else 32
+            e = e.model_copy(update={"workload": e.workload.model_copy(update={"seq_len": length})})
+            known[name] = (predict(e), world(e.world).run(measure, e, metered))
         return known[name]
 
     return run

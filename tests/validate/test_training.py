@@ -73,8 +73,10 @@ def test_every_device_with_nothing_else_stated(device):
     unknown = dict.fromkeys(("tp", "pp", "cp", "dp", "zero_stage", "interleave", "recompute", "sequence_parallel",
                              "precision", "compile", "flash", "inter_node", "nodes_of", "vocab", "ffn", "kv_heads",
                              "activation_offload", "flops_formula"), "?")  # fmt: skip
-    for family in ("gpt", "mpt", "llama", ""):
-        (case,) = training.cases(row(**{**unknown, "device": device, "family": family, "gated": ""}))
+    # On a node, and on two: of 32 devices there are several times as many layouts, of the same kinds.
+    for family, devices in (("gpt", 4), ("mpt", 4), ("llama", 4), ("", 16)):
+        stated = {"device": device, "family": family, "gated": "", "n_devices": devices, "global_batch": 4 * devices}
+        (case,) = training.cases(row(**{**unknown, **stated}))
         assert case.predicted > 0
         assert device in case.group
 
