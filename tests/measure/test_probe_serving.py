@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ridgeline.jobs.launch import JobFailed
 from ridgeline.measure.probing import probe as probing
 from ridgeline.measure.probing.probe import (
     DECODE_REFERENCE,
@@ -21,6 +22,7 @@ from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.simulate import surface_of
 from ridgeline.spec.device import PROMPT_ROWS, STEP_ROWS, Cluster, Device, Rate
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.registry import check, normalize
 
@@ -224,3 +226,14 @@ def test_an_interrupted_probe_goes_on(monkeypatch, tmp_path):
     assert asked == [1, 2, 2, 1, 2]
     probing.probe(max_ranks=1, quick=True, inference=False)
     assert asked[5:] == [1]
+
+
+def test_a_probe_that_fails_says_why(monkeypatch, tmp_path):
+    def run_job(*job, **more):
+        raise JobFailed("error", "rank 0 ran out of disk", "its log")
+
+    monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path))
+    monkeypatch.setattr(probing, "run_job", run_job)
+    with pytest.raises(UserError, match="the probe with 1 processes failed: rank 0 ran out of disk"):
+        probing.probe(max_ranks=1)
+    assert not list(tmp_path.rglob("*.json"))
