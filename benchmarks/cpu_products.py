@@ -1,5 +1,8 @@
 """Products of a CPU's one core with dense weights and weights in codes, by rows of inputs: ours beside PyTorch's.
 
+Then what training in bf16 takes of a layer and of attention, forward and backward: PyTorch's in fp32, its in bf16, and
+ours.
+
 Billions of multiply-adds per second of processor time, of several weights that do not fit a cache; kinds take turns in
 every round, and the quickest round counts, as other work on the machine only adds. Ratios are to PyTorch's fp32. The
 file keeps a run for each CPU and instruction set (see ``decode_speed.py``).
@@ -22,7 +25,8 @@ from torch import Tensor
 
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.kernels import native
-from ridgeline.nn.kernels.widened import MANY_ROWS, wide_product
+from ridgeline.nn.kernels.products import linear
+from ridgeline.nn.kernels.widened import MANY_ROWS, fused_attention, matmul, wide_product
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
 
@@ -61,6 +65,54 @@ def products(rows: int, weights: dict[str, list]) -> dict[str, list[Callable[[],
     return calls
 
 
+TOKENS, HEADS, HEAD = 512, 8, 64
+"""Of trained layers: rows, and those of four sequences."""
+
+
+def trained() -> dict[str, dict[str, Callable[[], object]]]:
+    """By operator: a forward and a backward pass of each kind."""
+    calls: dict[str, dict[str, Callable[[], object]]] = {}
+    for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        x, w = (torch.randn(n, WIDTH, dtype=dtype, requires_grad=True) for n in (TOKENS, OUT))
+        q, k, v = (torch.randn(4, HEADS, TOKENS, HEAD, dtype=dtype, requires_grad=True) for _ in range(3))
+        of: dict[str, tuple[list, Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+            "linear": ([x, w], F.linear, linear),
+            "attention, score matrices": ([q, k, v], partial(scores, torch.matmul), partial(scores, matmul)),
+            "attention, fused": ([q, k, v], partial(F.scaled_dot_product_attention, is_causal=True),
+                                 lambda q, k, v: fused_attention(q, k, v, None, True, False)),
+        }  # fmt: skip
+        for operator, (given, theirs, mine) in of.items():
+            d = torch.randn_like(theirs(*given))
+            for name, call in ((kind, theirs), (f"{kind}, ours", mine)):
+                if kind == "bf16" or call is theirs:
+                    calls.setdefault(operator, {})[name] = partial(pass_both_ways, call, given, d)
+    return calls
+
+
+def scores(product: Callable[..., torch.Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return product(product(q, k.mT).softmax(-1), v)
+
+
+def pass_both_ways(call: Callable[..., torch.Tensor], given: list[Tensor], d: Tensor) -> None:
+    torch.autograd.grad(call(*given), given, d)
+
+
+def in_turn(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def quickest(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of the quickest of each, which take turns."""
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            best[name] = min(best[name], time.process_time() - start)
+    return best
+
+
 def main() -> None:
     args = argparse.ArgumentParser()
     args.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 512])
@@ -78,13 +130,7 @@ def main() -> None:
     with torch.inference_mode():
         for rows in given.rows:
             calls = products(rows, weights)
-            best = dict.fromkeys(calls, float("inf"))
-            for _ in range(given.rounds):
-                for name, each in calls.items():
-                    start = time.process_time()
-                    for call in each:
-                        call()
-                    best[name] = min(best[name], time.process_time() - start)
+            best = quickest({name: partial(in_turn, each) for name, each in calls.items()}, given.rounds)
             done = rows * OUT * WIDTH * WEIGHTS / 1e9
             result["rows"][str(rows)] = {
                 name: {"products_per_s": 1e9 * done / s, "over_fp32": best["fp32"] / s} for name, s in best.items()
@@ -92,6 +138,11 @@ def main() -> None:
             print(
                 f"{rows:4} rows  " + "  ".join(f"{n} {done / s:.1f} ({best['fp32'] / s:.2f}x)" for n, s in best.items())
             )
+    result["trained"] = {}
+    for operator, kinds in trained().items():
+        best = quickest(kinds, given.rounds)
+        result["trained"][operator] = {name: {"seconds": t, "over_fp32": t / best["fp32"]} for name, t in best.items()}
+        print(operator, {name: round(t / best["fp32"], 2) for name, t in best.items()}, "of fp32's time")
     keep_run(Path(given.out), result)
 
 
