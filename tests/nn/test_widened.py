@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline import catalog
@@ -75,6 +76,32 @@ def test_gradients_are_rounded_once_too(widened_rows, biased, autocast, trained)
         assert got.dtype is leaf.dtype
         near(got.to(BF16), right)
     assert len(widened_rows) == 1 + sum(trained)
+
+
+class Dtypes(TorchFunctionMode):
+    """Dtypes of the products that run."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul, torch.addmm):
+            self.found.append(out.dtype)
+        return out
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_autocast_does_not_round_the_operands_again(widened_rows, trained):
+    """Neither in a forward pass nor in a backward pass under it."""
+    x, w, b, k = (t.requires_grad_(trained) for t in tensors((2, 80, 24), (16, 24), (16,), (2, 24, 16)))
+    with torch.autocast("cpu", BF16), Dtypes() as seen:
+        found = [products.linear(x, w), products.linear(x, w, b), wide.matmul(x, k)]
+        if trained:
+            sum(y.float().sum() for y in found).backward()
+    assert len(seen.found) >= 3
+    assert set(seen.found) == {torch.float32}
 
 
 def test_products_in_fp32_are_tensors_of_their_own(widened_rows):

@@ -96,11 +96,12 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """x [..., k] in 16 bits times ``weight`` [n, k], plus ``bias`` [n], computed in fp32 → [..., n]. Not recorded."""
     rows, (n, k) = x.reshape(-1, x.shape[-1]).float(), weight.shape
     y = rows.new_empty(len(rows), n, dtype=x.dtype)
-    step = max(1, PART // k)
-    for start in range(0, n, step):
-        part = slice(start, start + step)
-        wide = weight[part].float().t()
-        y[:, part] = rows @ wide if bias is None else torch.addmm(bias[part].float(), rows, wide)
+    step = max(1, PART // max(1, k))
+    with torch.autocast("cpu", enabled=False):  # which would round the operands again
+        for start in range(0, n, step):
+            part = slice(start, start + step)
+            wide = weight[part].float().t()
+            y[:, part] = rows @ wide if bias is None else torch.addmm(bias[part].float(), rows, wide)
     # Not a view, which no autograd function may return for others to write to; as ``F.linear`` does.
     return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], n])
 
@@ -136,15 +137,17 @@ class _WideMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return torch.matmul(a.float(), b.float()).to(a.dtype)
+        with torch.autocast("cpu", enabled=False):
+            return torch.matmul(a.float(), b.float()).to(a.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         wide, (need_a, need_b) = d.float(), ctx.needs_input_grad
-        return (torch.matmul(wide, b.float().mT).to(a.dtype) if need_a else None,
-                torch.matmul(a.float().mT, wide).to(b.dtype) if need_b else None)  # fmt: skip
+        with torch.autocast("cpu", enabled=False):
+            return (torch.matmul(wide, b.float().mT).to(a.dtype) if need_a else None,
+                    torch.matmul(a.float().mT, wide).to(b.dtype) if need_b else None)  # fmt: skip
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
