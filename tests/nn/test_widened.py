@@ -184,6 +184,35 @@ def test_gradients_of_attention(widened_rows, grouped, how):
     assert "WideAttention" not in few.grad_fn.name()
 
 
+@pytest.mark.parametrize(
+    ("q", "k", "bias"),
+    [
+        ((2, 4, 80, 16), (2, 4, 80, 16), (4, 80, 80)),  # a bias that PyTorch's kernel does not take
+        ((2, 4, 80, 16), (1, 4, 80, 16), None),  # batches that it does not spread, and whose memory it leaves
+        ((2, 4, 80, 16), (2, 1, 80, 16), None),
+        ((2, 4, 80, 16), (2, 4, 0, 16), None),
+    ],
+)
+def test_attention_that_the_fused_kernel_cannot_compute_is_pytorchs(widened_rows, q, k, bias):
+    given = [t.requires_grad_() for t in tensors(q, k, k)]
+    bias = None if bias is None else tensors(bias)[0]
+    y = wide.fused_attention(*given, bias, False, False)
+    assert "WideAttention" not in y.grad_fn.name()
+    assert torch.equal(y, F.scaled_dot_product_attention(*given, attn_mask=bias))
+
+
+def test_attention_of_columns_that_are_apart_is_pytorchs(widened_rows):
+    q, k, v = (t.mT.requires_grad_() for t in tensors(*[(2, 4, 16, 80)] * 3))
+    y = wide.fused_attention(q, k, v, None, False, False)
+    assert "WideAttention" not in y.grad_fn.name()
+
+
+def test_a_layer_without_outputs(widened_rows):
+    x, w = (t.requires_grad_() for t in tensors((70, 24), (0, 24)))
+    products.linear(x, w).sum().backward()
+    assert not x.grad.any()
+
+
 @pytest.mark.parametrize("backend", ["naive", "flash"])
 def test_a_model_is_trained_as_by_pytorchs_products(widened_rows, monkeypatch, backend):
     """Gradients in bf16 are as near to those in fp32 as PyTorch's."""
