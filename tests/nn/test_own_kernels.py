@@ -109,7 +109,24 @@ def test_a_gpu_that_is_lost_is_one_message(hopper, monkeypatch):
     monkeypatch.setattr(torch, "zeros", fails)
     with pytest.raises(UserError, match="leaves the GPU unusable") as told:
         settled(nn.Sequential(model))
-    assert "--kernels float8=torch" in told.value.fix
+    assert told.value.fix == "start again with --kernels float8=torch"  # other operators, which it may lack, are refused
+
+
+def test_what_one_model_of_an_engine_found_holds_for_the_next(hopper, monkeypatch):
+    """A drafting model's layers of other shapes, for which the kernel is right, do not bring it back."""
+    plain = skinny.product_of_coded_rows
+
+    def off(*given):
+        y = plain(*given)
+        return y * 1.1 if y.shape[-1] == 48 else y
+
+    monkeypatch.setattr(skinny, "product_of_coded_rows", off)
+    monkeypatch.setattr(Kernels, "own", lambda kernels, operator, device, coded=False: kernels.taken.update(
+        {operator: OURS}))  # fmt: skip
+    kernels, said = settled(nn.Sequential(layer()))
+    assert len(said) == 1
+    settled(nn.Sequential(layer(32)), kernels)
+    assert not kernels.ours(FLOAT8)
 
 
 def test_who_was_measured_to_be_faster_or_is_asked_for_is_taken(hopper, monkeypatch):

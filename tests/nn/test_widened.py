@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline import catalog
@@ -75,6 +76,32 @@ def test_gradients_are_rounded_once_too(widened_rows, biased, autocast, trained)
         assert got.dtype is leaf.dtype
         near(got.to(BF16), right)
     assert len(widened_rows) == 1 + sum(trained)
+
+
+class Dtypes(TorchFunctionMode):
+    """Dtypes of the products that run."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul, torch.addmm):
+            self.found.append(out.dtype)
+        return out
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_autocast_does_not_round_the_operands_again(widened_rows, trained):
+    """Neither in a forward pass nor in a backward pass under it."""
+    x, w, b, k = (t.requires_grad_(trained) for t in tensors((2, 80, 24), (16, 24), (16,), (2, 24, 16)))
+    with torch.autocast("cpu", BF16), Dtypes() as seen:
+        found = [products.linear(x, w), products.linear(x, w, b), wide.matmul(x, k)]
+        if trained:
+            sum(y.float().sum() for y in found).backward()
+    assert len(seen.found) >= 3
+    assert set(seen.found) == {torch.float32}
 
 
 def test_products_in_fp32_are_tensors_of_their_own(widened_rows):
@@ -155,6 +182,35 @@ def test_gradients_of_attention(widened_rows, grouped, how):
         assert error < max(2**-8, 1.1 * others)
     few = wide.fused_attention(q[:, :, :8], k, v, None, False, grouped)
     assert "WideAttention" not in few.grad_fn.name()
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "bias"),
+    [
+        ((2, 4, 80, 16), (2, 4, 80, 16), (4, 80, 80)),  # a bias that PyTorch's kernel does not take
+        ((2, 4, 80, 16), (1, 4, 80, 16), None),  # batches that it does not spread, and whose memory it leaves
+        ((2, 4, 80, 16), (2, 1, 80, 16), None),
+        ((2, 4, 80, 16), (2, 4, 0, 16), None),
+    ],
+)
+def test_attention_that_the_fused_kernel_cannot_compute_is_pytorchs(widened_rows, q, k, bias):
+    given = [t.requires_grad_() for t in tensors(q, k, k)]
+    bias = None if bias is None else tensors(bias)[0]
+    y = wide.fused_attention(*given, bias, False, False)
+    assert "WideAttention" not in y.grad_fn.name()
+    assert torch.equal(y, F.scaled_dot_product_attention(*given, attn_mask=bias))
+
+
+def test_attention_of_columns_that_are_apart_is_pytorchs(widened_rows):
+    q, k, v = (t.mT.requires_grad_() for t in tensors(*[(2, 4, 16, 80)] * 3))
+    y = wide.fused_attention(q, k, v, None, False, False)
+    assert "WideAttention" not in y.grad_fn.name()
+
+
+def test_a_layer_without_outputs(widened_rows):
+    x, w = (t.requires_grad_() for t in tensors((70, 24), (0, 24)))
+    products.linear(x, w).sum().backward()
+    assert not x.grad.any()
 
 
 @pytest.mark.parametrize("backend", ["naive", "flash"])

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
 
 from ridgeline.nn.kernels.dispatch import observed
 
@@ -79,7 +80,7 @@ def to_widen(*given: Tensor) -> list[Tensor] | None:
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """``F.linear``, x [..., k], weight [n, k] → [..., n], in fp32; None: it is PyTorch's."""
-    if not x.is_cpu or weight.dim() != 2 or x.dim() < 2 or not x.shape[-1] == weight.shape[1] > 0:
+    if not x.is_cpu or weight.dim() != 2 or x.dim() < 2 or x.shape[-1] != weight.shape[1] or not weight.numel():
         return None
     if x.numel() < MANY_ROWS * x.shape[-1] or (bias is not None and bias.shape != weight.shape[:1]):
         return None
@@ -97,10 +98,11 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     rows, (n, k) = x.reshape(-1, x.shape[-1]).float(), weight.shape
     y = rows.new_empty(len(rows), n, dtype=x.dtype)
     step = max(1, PART // k)
-    for start in range(0, n, step):
-        part = slice(start, start + step)
-        wide = weight[part].float().t()
-        y[:, part] = rows @ wide if bias is None else torch.addmm(bias[part].float(), rows, wide)
+    with torch.autocast("cpu", enabled=False):  # which would round the operands again
+        for start in range(0, n, step):
+            part = slice(start, start + step)
+            wide = weight[part].float().t()
+            y[:, part] = rows @ wide if bias is None else torch.addmm(bias[part].float(), rows, wide)
     # Not a view, which no autograd function may return for others to write to; as ``F.linear`` does.
     return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], n])
 
@@ -136,15 +138,17 @@ class _WideMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return torch.matmul(a.float(), b.float()).to(a.dtype)
+        with torch.autocast("cpu", enabled=False):
+            return torch.matmul(a.float(), b.float()).to(a.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         wide, (need_a, need_b) = d.float(), ctx.needs_input_grad
-        return (torch.matmul(wide, b.float().mT).to(a.dtype) if need_a else None,
-                torch.matmul(a.float().mT, wide).to(b.dtype) if need_b else None)  # fmt: skip
+        with torch.autocast("cpu", enabled=False):
+            return (torch.matmul(wide, b.float().mT).to(a.dtype) if need_a else None,
+                    torch.matmul(a.float().mT, wide).to(b.dtype) if need_b else None)  # fmt: skip
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -163,20 +167,26 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     whole = bias is None or not (bias.requires_grad or bias.dtype is torch.bool)
     given = to_widen(q, k, v) if recorded and whole and q.dim() == 4 and q.shape[-2] >= MANY_ROWS else None
-    if given is None or q.shape[-1] != v.shape[-1] or (causal and q.shape[-2] != k.shape[-2]):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped)
-    q, k, v = given
-    if grouped:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    y: Tensor = _WideAttention.apply(q, k, v, bias, causal)  # type: ignore[no-untyped-call]
-    return y
+    if given is not None and not (causal and q.shape[-2] != k.shape[-2]):
+        low = given
+        if grouped:
+            low = [given[0], *(t.repeat_interleave(max(1, q.shape[1] // t.shape[1]), 1) for t in given[1:])]
+        rounded = None if bias is None else bias.to(low[0].dtype)
+        if torch._fused_sdp_choice(*low, attn_mask=rounded, is_causal=causal) == _FUSED:
+            y: Tensor = _WideAttention.apply(*low, rounded, causal)  # type: ignore[no-untyped-call]
+            return y
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped)
+
+
+_FUSED = SDPBackend.FLASH_ATTENTION.value
+"""What PyTorch calls its kernel that :class:`_WideAttention` runs, which checks little itself."""
 
 
 class _WideAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, sums = attend(q, k, v, 0.0, causal, attn_mask=None if bias is None else bias.to(q.dtype))
+        out, sums = attend(q, k, v, 0.0, causal, attn_mask=bias)
         ctx.save_for_backward(q, k, v, out, sums, bias)
         ctx.causal = causal
         return out  # type: ignore[no-any-return]

@@ -34,38 +34,42 @@ LORA_ROWS = (13, 90, 300)
 EACH = 4
 """Rows of an expert, on average: fewer than are multiplied in codes of their own."""
 
-_PYTORCHS = " ".join(f"--kernels {operator}=torch" for operator in (FLOAT8, EXPERTS, DENSE, LORA))
-
 Both = tuple[Callable[[], Tensor], Callable[[], Tensor]]
 """What computes something with our kernel, and what without."""
 
 
 def settle(model: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
     """Choose who computes a served model's products of few rows and quantized experts, and try ours. ``dtype``: of its
-    activations. Raises :class:`UserError` where the workload asks for what cannot."""
+    activations. Another model of the same engine may have found that ours cannot. Raises :class:`UserError` where the
+    workload asks for what cannot."""
     if dtype not in LOW:
         return
     layers = [m for m in model.modules() if isinstance(m, products.Joined)]
-    if layers and is_hopper(device) and kernels.find(FLOAT8, Case(device, dtype)) is None:
+    if layers and is_hopper(device) and _is_ours(kernels, FLOAT8, device, dtype):
         whole = [*layers, *_wholes(model)]
         _try(kernels, FLOAT8, device, _float8_trials(whole, kernels, device, dtype))
     _settle_dense(model, kernels, device, dtype)
     experts = [m for m in model.modules() if isinstance(m, PackedExperts) and m.grouped is not None]
     if not experts:
         return
-    if kernels.find(EXPERTS, Case(device, dtype)) is None:
+    if _is_ours(kernels, EXPERTS, device, dtype):
         _try(kernels, EXPERTS, device, _experts_trials(experts, device, dtype))
     if not kernels.ours(EXPERTS):
         for module in experts:
             module.grouped = None
 
 
+def _is_ours(kernels: Kernels, operator: str, device: torch.device, dtype: torch.dtype) -> bool:
+    return kernels.ours(operator) and kernels.find(operator, Case(device, dtype)) is None
+
+
 def _settle_dense(model: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
     """Products in 16 bits are PyTorch's unless ours was measured to be faster, or is asked for."""
-    products.FEW_ROWS.discard(device)
+    if DENSE not in kernels.taken:  # of another engine
+        products.FEW_ROWS.discard(device)
     weights = {w.shape: w for w in _weights(model) if w.dtype == dtype}
     asked = DENSE in kernels.asked or kernels.measured.get(DENSE)
-    if not (asked and weights and is_hopper(device)) or kernels.find(DENSE, Case(device, dtype)) is not None:
+    if not (asked and weights and is_hopper(device) and _is_ours(kernels, DENSE, device, dtype)):
         return
     trials = (
         (partial(products.product_of_few_rows, x, w), partial(F.linear, x, w))
@@ -74,8 +78,7 @@ def _settle_dense(model: nn.Module, kernels: Kernels, device: torch.device, dtyp
         if w.shape[1] * w.itemsize % 16 == 0
     )
     _try(kernels, DENSE, device, trials)
-    if kernels.ours(DENSE):
-        products.FEW_ROWS.add(device)
+    (products.FEW_ROWS.add if kernels.ours(DENSE) else products.FEW_ROWS.discard)(device)
 
 
 def _weights(model: nn.Module) -> Iterator[Tensor]:
@@ -148,18 +151,14 @@ def lora_trial(
 
 def _try(kernels: Kernels, operator: str, device: torch.device, trials: Iterator[Both]) -> None:
     """Let PyTorch's operators compute ``operator`` if ours fails in one of the trials."""
-    why = next(filter(None, (differs(device, *both) for both in trials)), "")
+    fix = f"start again with --kernels {operator}=torch"
+    why = next(filter(None, (differs(device, *both, fix) for both in trials)), "")
     if why:
         kernels.taken[operator] = "torch"
         warnings.warn(f"PyTorch's operators compute {operator}, as our kernel {why}", stacklevel=3)
 
 
-def differs(
-    device: torch.device,
-    ours: Callable[[], Tensor],
-    right: Callable[[], Tensor],
-    fix: str = f"start again with {_PYTORCHS}",
-) -> str:
+def differs(device: torch.device, ours: Callable[[], Tensor], right: Callable[[], Tensor], fix: str) -> str:
     """What is wrong with our kernel, run twice, beside what is ``right``; empty: nothing. Raises :class:`UserError`
     with the advice ``fix`` where nothing else can run on the GPU after it."""
     try:
