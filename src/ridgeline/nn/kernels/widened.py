@@ -172,7 +172,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
         if grouped:
             low = [given[0], *(t.repeat_interleave(max(1, q.shape[1] // t.shape[1]), 1) for t in given[1:])]
         rounded = None if bias is None else bias.to(low[0].dtype)
-        if torch._fused_sdp_choice(*low, attn_mask=rounded, is_causal=causal) == _FUSED:
+        chosen = torch._fused_sdp_choice(low[0], low[1], low[2], attn_mask=rounded, is_causal=causal)
+        if chosen == _FUSED:
             y: Tensor = _WideAttention.apply(*low, rounded, causal)  # type: ignore[no-untyped-call]
             return y
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped)
