@@ -237,3 +237,32 @@ def test_a_probe_that_fails_says_why(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="the probe with 1 processes failed: rank 0 ran out of disk"):
         probing.probe(max_ranks=1)
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_parts_of_another_device_or_of_no_device_are_not_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path))
+    monkeypatch.setattr(probing, "cores", lambda: 2)
+    asked = []
+
+    def run_job(job, watch, timeout):
+        asked.append(job.ranks)
+        if job.ranks == 2:
+            raise KeyboardInterrupt
+        return {"kind": "gpu"}
+
+    monkeypatch.setattr(probing, "run_job", run_job)
+    for visible in ("0", "", "0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(KeyboardInterrupt):
+            probing.probe()
+    assert asked == [1, 2, 1, 2, 2]
+    asked.clear()
+
+    def fails(found):
+        raise ValueError("noise")
+
+    monkeypatch.setattr(probing, "device_of", fails)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="noise"):
+            probing.probe(max_ranks=1, quick=True)
+    assert asked == [1, 1]

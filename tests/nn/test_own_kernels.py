@@ -109,7 +109,7 @@ def test_a_gpu_that_is_lost_is_one_message(hopper, monkeypatch):
     monkeypatch.setattr(torch, "zeros", fails)
     with pytest.raises(UserError, match="leaves the GPU unusable") as told:
         settled(nn.Sequential(model))
-    assert told.value.fix == "start again with --kernels float8=torch"  # others may be refused
+    assert told.value.fix == "start again with --kernels float8=torch"  # what the engine does not have is refused
 
 
 def test_what_one_model_of_an_engine_found_holds_for_the_next(hopper, monkeypatch):

@@ -150,3 +150,8 @@ def test_logits_of_all_requests_are_changed_at_once(sampling):
     assert torch.equal(whole, apart)
     assert not torch.equal(whole, changed({}, 9, True)[0])
     assert many == few
+
+
+def test_more_of_the_likeliest_than_there_are_tokens():
+    found = Sampler(frozenset()).logprobs(torch.randn(2, 6), [1, 2], [9, 2], ranked=True)
+    assert [len(f.top) for f in found] == [6, 2]

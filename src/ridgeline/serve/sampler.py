@@ -192,7 +192,8 @@ class Sampler:
         found = []
         # In 64 bits, which have tokens and numbers of 32 bits exactly.
         for token, row, n in zip(tokens, torch.cat([p.double() for p in parts], 1).tolist(), tops, strict=True):
-            likeliest = zip(map(int, row[1 + most : 1 + most + n]), row[1 : 1 + min(n, most)], strict=True)
+            n = min(n, most)  # of a vocabulary with fewer
+            likeliest = zip(map(int, row[1 + most : 1 + most + n]), row[1 : 1 + n], strict=True)
             found.append(TokenLogprob(token, row[0], tuple(likeliest), int(row[-1]) if ranked else 0))
         return found
 

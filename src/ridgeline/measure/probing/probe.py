@@ -55,7 +55,11 @@ def probe(
         ranks *= 2
     if found[1]["kind"] == "cpu" and inference:
         found[1] |= _run(ProbeOptions(quick=quick, serving=True), 1, "serving", say)
-    device = device_of(found)
+    try:
+        device = device_of(found)
+    except Exception:  # of which no device can be made: the next probe measures anew
+        shutil.rmtree(_parts(), ignore_errors=True)
+        raise
     file = catalog.save_device(device, "probe")
     shutil.rmtree(_parts(), ignore_errors=True)
     return device, file
@@ -63,6 +67,8 @@ def probe(
 
 KEPT = 3600.0
 """Seconds for which a finished part of an interrupted probe is still taken as the machine's state."""
+_SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""Of the environment, on which what is measured depends."""
 
 
 def _parts() -> Path:
@@ -76,7 +82,7 @@ def _run(options: ProbeOptions, ranks: int, name: str, say: Callable[[str], None
     def watch(message: dict[str, Any]) -> None:
         say(f"{name}: {message.get('stage', '')}")
 
-    of = [asdict(options), ranks, fingerprint(), os.environ.get("OMP_NUM_THREADS")]
+    of = [asdict(options), ranks, fingerprint(), [os.environ.get(name) for name in _SETTINGS]]
     part = _parts() / f"{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.json"
     if part.is_file() and time.time() - part.stat().st_mtime < KEPT:
         say(f"{name}: measured before")

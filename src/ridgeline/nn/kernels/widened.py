@@ -168,13 +168,12 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
     whole = bias is None or not (bias.requires_grad or bias.dtype is torch.bool)
     given = to_widen(q, k, v) if recorded and whole and q.dim() == 4 and q.shape[-2] >= MANY_ROWS else None
     if given is not None and not (causal and q.shape[-2] != k.shape[-2]):
-        low = given
+        low, keys, values = given
         if grouped:
-            low = [given[0], *(t.repeat_interleave(max(1, q.shape[1] // t.shape[1]), 1) for t in given[1:])]
-        rounded = None if bias is None else bias.to(low[0].dtype)
-        chosen = torch._fused_sdp_choice(low[0], low[1], low[2], attn_mask=rounded, is_causal=causal)
-        if chosen == _FUSED:
-            y: Tensor = _WideAttention.apply(*low, rounded, causal)  # type: ignore[no-untyped-call]
+            keys, values = (t.repeat_interleave(max(1, q.shape[1] // t.shape[1]), 1) for t in (keys, values))
+        rounded = None if bias is None else bias.to(low.dtype)
+        if torch._fused_sdp_choice(low, keys, values, rounded, 0.0, causal) == _FUSED:
+            y: Tensor = _WideAttention.apply(low, keys, values, rounded, causal)  # type: ignore[no-untyped-call]
             return y
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped)
 
