@@ -8,8 +8,8 @@ Shapes: R rows, V vocabulary, C candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 from ridgeline.nn.kernels import native
 from ridgeline.serve import topk
 from ridgeline.serve.changes import change, put
-from ridgeline.serve.request import Sampling, TokenLogprob
+from ridgeline.serve.likelihoods import Search
+from ridgeline.serve.request import Sampling
 from ridgeline.serve.sequence import Sequence
 
-Search = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 CANDIDATES = 256
 """Number of likeliest tokens in which the nucleus is searched before the whole row is."""
 NOT_FINITE = -2
@@ -174,34 +174,6 @@ class Sampler:
         least = torch.maximum(min_p * p, torch.full_like(min_p, torch.finfo(torch.float64).tiny))
         kept = nuclei(x, whole, top_p.where(top_p < 1, 2.0), least)
         return topk.draw(x.masked_fill(~kept, float("-inf")), uniform)
-
-    def logprobs(
-        self, logits: Tensor, tokens: list[int], tops: list[int], ranked: bool = False
-    ) -> list[TokenLogprob]:  # fmt: skip
-        """Log-probabilities of one token for each row of unchanged ``logits`` [R, V], of its likeliest ones, and, if
-        ``ranked``, its place among all. The host waits for the device once."""
-        whole = logits.logsumexp(1, keepdim=True)
-        own = logits.gather(1, put(tokens, torch.int64, logits.device)[:, None])
-        most, parts = max(tops), [own - whole]
-        if most:
-            values, ids = self.search(logits, most)
-            most = values.shape[1]
-            parts += [values - whole, ids]
-        if ranked:
-            parts.append(1 + (logits > own).sum(1, keepdim=True))
-        found = []
-        # In 64 bits, which have tokens and numbers of 32 bits exactly.
-        for token, row, n in zip(tokens, torch.cat([p.double() for p in parts], 1).tolist(), tops, strict=True):
-            likeliest = zip(map(int, row[1 + most : 1 + most + n]), row[1 : 1 + min(n, most)], strict=True)
-            found.append(TokenLogprob(token, row[0], tuple(likeliest), int(row[-1]) if ranked else 0))
-        return found
-
-    @staticmethod
-    def named(logits: Tensor, found: TokenLogprob, tokens: Iterable[int]) -> TokenLogprob:
-        """``found`` of a row of unchanged ``logits`` [V]; its own token and ``tokens`` replace the likeliest."""
-        ids = list(dict.fromkeys([found.token, *tokens]))
-        values = logits[put(ids, torch.int64, logits.device)] - logits.logsumexp(0)
-        return replace(found, top=tuple(zip(ids, values.tolist(), strict=True)))
 
 
 def draws(seqs: list[Sequence]) -> list[float]:
