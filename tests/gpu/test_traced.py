@@ -40,6 +40,7 @@ BUDGETS = {
     "train fp8": ("llama-mini", [*LOW, "fp8"], {"step": 153}),
     "train fp8 rowwise": ("llama-mini", [*LOW, "fp8:scaling=rowwise"], {"step": 183}),
     "train qft": ("llama-mini", ["flash_attention", "qft"], {"step": 1180}),
+    "train fp16": ("llama-mini", ["mixed_precision:dtype=fp16", *LOW[1:]], {"step": 132}),
     "train moe": ("mixtral-tiny", LOW, {"step": 250}),
     "serve": ("llama-mini", [], {"prefill": (19, 24), "decode": (17, 24)}),
     "serve int4 cache": ("llama-mini", ["kv_quant:dtype=int4"], {"prefill": (19, 24), "decode": (17, 24)}),
