@@ -121,9 +121,13 @@ def test_places_of_trees():
     assert [p.depth for p in places(seq, 0)] == [0, 1, 2, 3, 4, 5]
 
 
-def test_nuclei_larger_than_their_candidates(llama, monkeypatch):
-    """Log-probabilities are those of the tokens that are chosen in the end."""
-    settings = {"wide": {**DRAWN, "temperature": 5.0, "top_p": 0.9, "logprobs": 2}, "drawn": {**DRAWN, "logprobs": 1}}
+@pytest.mark.parametrize("remembered", [0, 1, 16])
+def test_nuclei_larger_than_their_candidates(llama, remembered, monkeypatch):
+    """Log-probabilities are those of the tokens that are chosen in the end; these are the same, whatever is known of
+    the nuclei before."""
+    monkeypatch.setattr(sampler, "WIDE_FOR", remembered)
+    settings = {"wide": {**DRAWN, "temperature": 5.0, "top_p": 0.9, "logprobs": 2}, "drawn": {**DRAWN, "logprobs": 1},
+                "some": {**DRAWN, "min_p": 0.2}}  # fmt: skip
     expected = full(run(engine(llama), *mixed(settings)())[1])
     monkeypatch.setattr(sampler, "CANDIDATES", 4)
     for rows in (None, 2):
