@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline.nn.kernels import native
 from ridgeline.serve.changes import Occurred
+from ridgeline.serve.likelihoods import likelihoods
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence, SequenceGroup
@@ -153,5 +154,6 @@ def test_logits_of_all_requests_are_changed_at_once(sampling):
 
 
 def test_more_of_the_likeliest_than_there_are_tokens():
-    found = Sampler(frozenset()).logprobs(torch.randn(2, 6), [1, 2], [9, 2], ranked=True)
+    made = likelihoods(torch.randn(2, 6), torch.tensor([1, 2]), [9, 2], Sampler(frozenset()).search, ranked=True)
+    found = made.read([1, 2], made.numbers.flatten().tolist())
     assert [len(f.top) for f in found] == [6, 2]

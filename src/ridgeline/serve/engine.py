@@ -20,6 +20,7 @@ from ridgeline.serve.async_steps import AsyncSteps
 from ridgeline.serve.beam import Beams
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.drafting import Drafting, draftable
+from ridgeline.serve.likelihoods import OneCopy
 from ridgeline.serve.next_tokens import NextTokens
 from ridgeline.serve.outputs import Outputs
 from ridgeline.serve.pooling import end_pooled, pool, prompt_logprobs
@@ -248,7 +249,7 @@ class Engine:
                 if seq.finish is None and seq in self.scheduler.running:
                     self._compute(StepBatch({seq: n}, step.copies if i == 0 else []))
             return
-        row, whole = 0, dict(self._restored(batch))
+        row, whole, copy = 0, dict(self._restored(batch)), OneCopy()
         ready: list[tuple[Sequence, int]] = []  # with the row of ``hidden`` that its next token follows from
         for seq, n in batch:
             if seq not in whole:
@@ -256,7 +257,7 @@ class Engine:
                 continue
             self.count(seq, n)
             pool(seq, hidden[row : row + n], self.runner)
-            prompt_logprobs(seq, hidden[row : row + n], self.runner, self.sampler, self.rows_at_once)
+            prompt_logprobs(seq, hidden[row : row + n], self.runner, self.sampler, self.rows_at_once, copy)
             row += n
             seq.n_computed += n
             if seq.n_computed < len(seq.tokens):
@@ -268,7 +269,8 @@ class Engine:
         several = [(one, at) for seq, at in ready for one in self.next_tokens.forked(seq)]
         for at in range(0, len(several), self.rows_at_once):
             some = [s for s in several[at : at + self.rows_at_once] if s[0].finish is None]
-            self.next_tokens.choose(some, hidden)
+            self.next_tokens.choose(some, hidden, copy)
+        copy.read()
 
     def _restored(self, batch: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Wait for what this step restores → the sequences of ``batch`` that have all of it; others join again, and

@@ -10,28 +10,71 @@ from torch import Tensor
 from ridgeline.serve.beam import BeamSearch
 from ridgeline.serve.changes import put
 from ridgeline.serve.draft_tree import child, moves
+from ridgeline.serve.likelihoods import OneCopy
 from ridgeline.serve.outputs import Outputs
+from ridgeline.serve.rank_channel import RankLost
 from ridgeline.serve.request import TokenLogprob
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import NOT_FINITE, Sampler, finite_rows
 from ridgeline.serve.scheduler import Scheduler
 from ridgeline.serve.sequence import Sequence
+from ridgeline.serve.verify import Verified, reported, verified, wants_logprobs
 
 NO_LOGITS = "the model's logits are not finite"
 
 
-class _Behind:
-    """Logits of drafted tokens, where they are computed with those of the tokens before."""
+class _Rounds:
+    """Tokens that are chosen round by round: behind the last known ones, then behind those drafted ones that agree."""
 
-    def __init__(self, places: dict[int, int], logits: Tensor) -> None:
-        """``places``: of rows of a step in ``logits`` [rows, V]."""
-        self.places, self.logits = places, logits
+    def __init__(self, owner: NextTokens, logits: Tensor, behind: dict[int, Tensor], hidden: Tensor) -> None:
+        """``logits`` [R, V] of the first round, which may be changed, and those of drafted tokens, by rows of
+        ``hidden``, where they are known."""
+        self.owner, self.logits, self.behind, self.hidden = owner, logits, behind, hidden
+        self.begun = False
 
-    def get(self, rows: list[int]) -> Tensor | None:
-        """Those of some rows, to be changed; None if they are not known."""
-        if not self.places:
-            return None
-        return self.logits[put([self.places[row] for row in rows], torch.int64, self.logits.device)]
+    def take(self, active: list[tuple[Sequence, int]]) -> tuple[list[int], dict[int, TokenLogprob]]:
+        """The tokens of a round, and the log-probabilities of some, by their positions in ``active``."""
+        logits, self.begun = self._next([row for _, row in active]) if self.begun else self.logits, True
+        seqs = [seq for seq, _ in active]
+        told = [i for i, s in enumerate(seqs) if wants_logprobs(s)]
+        # The sampler changes its rows.
+        raw = logits[put(told, torch.int64, logits.device)] if told else None
+        tokens = self._tokens(logits, active)
+        return tokens, {} if raw is None else self._logprobs(raw, seqs, tokens, told)
+
+    def give_back(self) -> None:
+        """Nothing was drawn that was not reached."""
+
+    def _next(self, rows: list[int]) -> Tensor:
+        if self.behind:
+            return torch.stack([self.behind[row] for row in rows])
+        return self.owner.logits(rows, self.hidden)
+
+    def _logprobs(
+        self, raw: Tensor, seqs: list[Sequence], tokens: list[int], wanted: list[int]
+    ) -> dict[int, TokenLogprob]:
+        """Log-probabilities of the tokens at the places ``wanted``, from their rows ``raw`` [wanted, vocabulary]."""
+        fine = [k for k, i in enumerate(wanted) if tokens[i] >= 0]
+        if not fine:
+            return {}
+        wanted = [wanted[k] for k in fine]
+        picked = raw if len(fine) == len(raw) else raw[put(fine, torch.int64, raw.device)]
+        chosen = [tokens[i] for i in wanted]
+        asked = put(chosen, torch.int64, raw.device)
+        found = reported([seqs[i] for i in wanted], picked, self.owner.sampler, asked)
+        return dict(zip(wanted, found.read(chosen, found.numbers.flatten().tolist()), strict=True))
+
+    def _tokens(self, logits: Tensor, active: list[tuple[Sequence, int]]) -> list[int]:
+        """The sampled tokens; if sampling fails, it is repeated row by row, so that only the faulty row gets -1."""
+        try:
+            return self.owner.sampler(logits, [seq for seq, _ in active])
+        except Exception as e:
+            if len(active) == 1:
+                self.owner.outputs.fail(active[0][0], f"{type(e).__name__}: {e}")
+                return [-1]
+        # Rows may have been changed already, so they are computed again.
+        runner, hidden = self.owner.runner, self.hidden
+        return [self._tokens(runner.logits(hidden[[row]]), [(seq, row)])[0] for seq, row in active]
 
 
 class NextTokens:
@@ -45,6 +88,9 @@ class NextTokens:
         self.runner, self.sampler, self.scheduler, self.outputs = runner, sampler, scheduler, outputs
         self.blocks = scheduler.blocks
         self.beams = BeamSearch(sampler, scheduler, outputs)
+        self.at_once = runner.device.type != "cpu"
+        """Whether the tokens of all places are chosen before the host knows which drafts agree: what is chosen behind
+        the others costs a CPU more than there is to wait for."""
         self.accepted = 0
         """Number of accepted draft tokens."""
 
@@ -63,30 +109,45 @@ class NextTokens:
             self.scheduler.run(child, seq)
         return list(group.sequences)
 
-    def choose(self, ready: list[tuple[Sequence, int]], hidden: Tensor) -> None:
-        """Choose the next tokens of sequences, each with its row of ``hidden``; forks share one."""
-        if not ready:
-            return
+    def choose(self, ready: list[tuple[Sequence, int]], hidden: Tensor, copy: OneCopy) -> None:
+        """Choose the next tokens of sequences, each with its row of ``hidden``; forks share one. ``copy`` brings what
+        else is asked for in this step, at the latest before outputs are reported."""
+        plain = [(seq, row) for seq, row in ready if seq.group.beams is None]
+        if self.at_once and plain and (found := self._verified(plain, hidden, copy)) is not None:
+            self._sample(plain, found)
+            ready = [(seq, row) for seq, row in ready if seq.group.beams is not None]
+        copy.read()
+        if ready:
+            self._choose_by_rounds(ready, hidden)
+
+    def _verified(self, ready: list[tuple[Sequence, int]], hidden: Tensor, copy: OneCopy) -> Verified | None:
+        """The tokens of all places of this step; None where that has failed, so that what is at fault is found."""
+        try:
+            return verified(ready, lambda rows: self.logits(rows, hidden), self.sampler, copy, self.rows_at_once)
+        except RankLost:
+            raise
+        except Exception:
+            return None
+
+    def _choose_by_rounds(self, ready: list[tuple[Sequence, int]], hidden: Tensor) -> None:
+        """The same with a wait for each round of drafts, and of beams."""
         device = hidden.device
         drafted = [row + i for seq, row in ready for i in range(1, len(seq.draft) + 1)]
         if len(ready) + len(drafted) > self.rows_at_once:
             drafted = []
         logits = self.logits([*(row for _, row in ready), *drafted], hidden)
-        behind = _Behind({row: i for i, row in enumerate(drafted)}, logits[len(ready) :])
+        behind = dict(zip(drafted, logits[len(ready) :], strict=True))
         logits = logits[: len(ready)]
-        # A GPU's sampler looks at its rows itself, so that the host waits once.
-        checked = [i for i, (seq, _) in enumerate(ready) if device.type == "cpu" or seq.group.beams is not None]
-        if checked:
-            good = finite_rows(logits)
-            for i in checked:
-                if not good[i] and ready[i][0].finish is None:
-                    self.outputs.fail(ready[i][0], NO_LOGITS)
+        good = finite_rows(logits)
+        for i, (seq, _) in enumerate(ready):
+            if not good[i] and seq.finish is None:
+                self.outputs.fail(seq, NO_LOGITS)
         keep = [i for i, (seq, _) in enumerate(ready) if seq.finish is None]
         sampling = [i for i in keep if ready[i][0].group.beams is None]
         beams = [i for i in keep if ready[i][0].group.beams is not None]
         if sampling:
             mine = logits if len(sampling) == len(ready) else logits[put(sampling, torch.int64, device)]
-            self._sample([ready[i] for i in sampling], mine, hidden, behind)
+            self._sample([ready[i] for i in sampling], _Rounds(self, mine, behind, hidden))
         if beams:
             self.beams.extend([ready[i][0] for i in beams], logits[put(beams, torch.int64, device)])
 
@@ -110,17 +171,15 @@ class NextTokens:
         if seq.finish is not None:
             self.outputs.end(seq)
 
-    def _sample(self, expanded: list[tuple[Sequence, int]], logits: Tensor, hidden: Tensor, behind: _Behind) -> None:
-        """Next tokens; where drafts agree with the sampled ones, also those after them."""
+    def _sample(self, expanded: list[tuple[Sequence, int]], source: _Rounds | Verified) -> None:
+        """Next tokens, which ``source`` has; where drafts agree with them, also those after them."""
         kept: dict[Sequence, list[int]] = {seq: [] for seq, _ in expanded}
         active, first = expanded, dict(expanded)
         while active:
-            seqs = [seq for seq, _ in active]
-            told = [i for i, s in enumerate(seqs) if _wants_logprobs(s)]
-            # The sampler changes its rows.
-            raw = logits[put(told, torch.int64, logits.device)] if told else None
-            tokens = self._tokens(logits, active, hidden)
-            logprobs = {} if raw is None else self._logprobs(raw, seqs, tokens, told)
+            tokens, logprobs = source.take(active)
+            for (seq, _), token in zip(active, tokens, strict=True):
+                if token == NOT_FINITE and seq.finish is None:
+                    self.outputs.fail(seq, NO_LOGITS)
             further: list[tuple[Sequence, int]] = []
             for i, ((seq, row), token) in enumerate(zip(active, tokens, strict=True)):
                 if token < 0 or seq.finish is not None:
@@ -133,10 +192,7 @@ class NextTokens:
                     kept[seq].append(node)
                     further.append((seq, first[seq] + 1 + node))
             active = further
-            if active:
-                wanted = [row for _, row in active]
-                known = behind.get(wanted)
-                logits = self.logits(wanted, hidden) if known is None else known
+        source.give_back()
         self._settle(kept)
         for seq, _ in expanded:
             if seq.finish == "error":
@@ -164,37 +220,6 @@ class NextTokens:
             self.scheduler.drop_draft(seq)
         if source:
             self.runner.move(source, target)
-
-    def _logprobs(
-        self, raw: Tensor, seqs: list[Sequence], tokens: list[int], wanted: list[int]
-    ) -> dict[int, TokenLogprob]:
-        """Log-probabilities of the tokens at the places ``wanted``, from their rows ``raw`` [wanted, vocabulary]."""
-        fine = [k for k, i in enumerate(wanted) if tokens[i] >= 0]
-        if not fine:
-            return {}
-        wanted = [wanted[k] for k in fine]
-        settings = [seqs[i].group.request.sampling for i in wanted]
-        picked = raw if len(fine) == len(raw) else raw[put(fine, torch.int64, raw.device)]
-        found = self.sampler.logprobs(picked, [tokens[i] for i in wanted], [s.logprobs or 0 for s in settings])
-        for k, s in enumerate(settings):
-            if s.logprob_token_ids:
-                found[k] = self.sampler.named(picked[k], found[k], s.logprob_token_ids)
-        return dict(zip(wanted, found, strict=True))
-
-    def _tokens(self, logits: Tensor, active: list[tuple[Sequence, int]], hidden: Tensor) -> list[int]:
-        """The sampled tokens; if sampling fails, it is repeated row by row, so that only the faulty row gets -1."""
-        try:
-            tokens = self.sampler(logits, [seq for seq, _ in active])
-            for (seq, _), token in zip(active, tokens, strict=True):
-                if token == NOT_FINITE and seq.finish is None:
-                    self.outputs.fail(seq, NO_LOGITS)
-            return tokens
-        except Exception as e:
-            if len(active) == 1:
-                self.outputs.fail(active[0][0], f"{type(e).__name__}: {e}")
-                return [-1]
-        # Rows may have been changed already, so they are computed again.
-        return [self._tokens(self.runner.logits(hidden[[row]]), [(seq, row)], hidden)[0] for seq, row in active]
 
     def append(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> bool:
         """Append one token → whether it is the last."""
@@ -226,7 +251,3 @@ class NextTokens:
             elif seq.generated >= s.max_tokens:
                 seq.finish = "length"
         return seq.finish is not None
-
-
-def _wants_logprobs(seq: Sequence) -> bool:
-    return seq.group.request.sampling.logprobs is not None or seq.group.ranked

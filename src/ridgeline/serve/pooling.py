@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import chain
 
+import torch
 from torch import Tensor
 
+from ridgeline.serve.changes import put
+from ridgeline.serve.likelihoods import Likelihoods, OneCopy, likelihoods
 from ridgeline.serve.outputs import Outputs
 from ridgeline.serve.request import OutputEvent
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
-from ridgeline.serve.sequence import Sequence
+from ridgeline.serve.sequence import Sequence, SequenceGroup
 
 
 def pool(seq: Sequence, hidden: Tensor, runner: Runner) -> None:
@@ -38,8 +42,11 @@ def pool(seq: Sequence, hidden: Tensor, runner: Runner) -> None:
         group.hidden = (total if before is None else total + total.new_tensor(before)).tolist()
 
 
-def prompt_logprobs(seq: Sequence, hidden: Tensor, runner: Runner, sampler: Sampler, rows_at_once: int) -> None:
-    """Log-probabilities of prompt tokens from ``hidden`` [tokens, hidden] of this step, where they are requested."""
+def prompt_logprobs(
+    seq: Sequence, hidden: Tensor, runner: Runner, sampler: Sampler, rows_at_once: int, copy: OneCopy
+) -> None:
+    """Log-probabilities of prompt tokens from ``hidden`` [tokens, hidden] of this step, where they are requested, once
+    ``copy`` brings them."""
     group, prompt = seq.group, seq.group.request.prompt
     start, known = seq.n_computed, len(group.prompt_logprobs)
     tops = group.request.sampling.prompt_logprobs
@@ -50,7 +57,13 @@ def prompt_logprobs(seq: Sequence, hidden: Tensor, runner: Runner, sampler: Samp
         end = min(stop, at + rows_at_once)
         logits = runner.logits(hidden[at - start : end - start])
         tokens = [int(t) for t in prompt[at + 1 : end + 1]]
-        group.prompt_logprobs += sampler.logprobs(logits, tokens, [tops] * len(tokens), ranked=True)
+        asked = put(tokens, torch.int64, logits.device)
+        found = likelihoods(logits, asked, [tops] * len(tokens), sampler.search, ranked=True)
+        copy.add(found.numbers, partial(_report, group, tokens, found))
+
+
+def _report(group: SequenceGroup, tokens: list[int], found: Likelihoods, numbers: list[float]) -> None:
+    group.prompt_logprobs += found.read(tokens, numbers)
 
 
 def end_pooled(seq: Sequence, outputs: Outputs) -> None:

@@ -8,8 +8,8 @@ Shapes: R rows, V vocabulary, C candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import torch
@@ -18,12 +18,15 @@ from torch import Tensor
 from ridgeline.nn.kernels import native
 from ridgeline.serve import topk
 from ridgeline.serve.changes import change, put
-from ridgeline.serve.request import Sampling, TokenLogprob
+from ridgeline.serve.likelihoods import Search
+from ridgeline.serve.request import Sampling
 from ridgeline.serve.sequence import Sequence
 
-Search = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 CANDIDATES = 256
 """Number of likeliest tokens in which the nucleus is searched before the whole row is."""
+WIDE_FOR = 16
+"""Tokens of a sequence behind one whose nucleus was larger than its candidates, for which the whole row is searched
+at once on a GPU: the device then takes what it needs, and the host is not asked."""
 NOT_FINITE = -2
 """In the place of a token of logits that are not finite."""
 
@@ -43,13 +46,20 @@ class Chosen:
     rows: int
     filtered: list[int] = field(default_factory=list)
     """Rows with top-k, top-p or min-p, where that may be."""
+    seqs: list[Sequence] = field(default_factory=list)
+    """Of those rows."""
+    searched: frozenset[int] = frozenset()
+    """Places in ``filtered`` of rows whose tokens are right however large their nuclei are."""
     again: Callable[[list[int]], list[int]] | None = None
-    """Chooses for some of those, by their places in ``filtered``, among the whole vocabulary."""
+    """Chooses for some of the others, by their places in ``filtered``, among the whole vocabulary."""
 
     def read(self, numbers: list[int]) -> tuple[list[int], set[int]]:
         """The tokens, given ``numbers`` on the host, and the rows of which ``numbers`` has other ones."""
         tokens, larger = numbers[: self.rows], numbers[self.rows :]
-        wide = [n for n, more in enumerate(larger) if more and tokens[self.filtered[n]] != NOT_FINITE]
+        for seq, more in zip(self.seqs, larger, strict=True):
+            seq.wide = WIDE_FOR if more else max(0, seq.wide - 1)
+        lacking = (n for n, more in enumerate(larger) if more and n not in self.searched)
+        wide = [n for n in lacking if tokens[self.filtered[n]] != NOT_FINITE]
         if wide and self.again is not None:
             for n, token in zip(wide, self.again(wide), strict=True):
                 tokens[self.filtered[n]] = token
@@ -67,7 +77,8 @@ class Sampler:
     def __call__(self, logits: Tensor, seqs: list[Sequence]) -> list[int]:
         """One token for each row of ``logits`` [R, V], which may be changed; :data:`NOT_FINITE` for a row without one.
 
-        The host waits for the device once; once more where a nucleus is larger than its candidates.
+        The host waits for the device once; once more where a nucleus is larger than its candidates and none was
+        before.
         """
         uniform = draws(seqs)
         try:
@@ -102,9 +113,9 @@ class Sampler:
             if kind == 1:
                 parts.append(topk.draw(x, numbers))
             else:
-                drawn, wide = self._filtered(x, [settings[i] for i in some], numbers)
+                chosen.filtered, chosen.seqs = some, [seqs[i] for i in some]
+                drawn, wide = self._filtered_by_need(chosen, x, [settings[i] for i in some], numbers)
                 parts.append(drawn)
-                chosen.filtered, chosen.again = some, partial(self._again, x, [settings[i] for i in some], numbers)
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         if order != sorted(order):
             tokens = torch.empty_like(tokens).index_copy_(0, put(order, torch.int64, logits.device), tokens)
@@ -133,6 +144,22 @@ class Sampler:
         if places:
             row, token = put(places, torch.int64, logits.device).unbind(1)
             logits[row, token] = float("-inf")
+
+    def _filtered_by_need(
+        self, chosen: Chosen, x: Tensor, settings: list[Sampling], uniform: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`_filtered`, whose rows ``chosen`` may ask for again, but for those that are expected to want more:
+        these are drawn from the whole vocabulary where they do."""
+        drawn, wide = self._filtered(x, settings, uniform)
+        searched = [n for n, seq in enumerate(chosen.seqs) if seq.wide]
+        if searched:
+            at = put(searched, torch.int64, x.device)
+            whole = self._whole(x[at], [settings[n] for n in searched], uniform[at])
+            drawn = drawn.index_copy(0, at, whole.where(wide[at] > 0, drawn[at]))
+        chosen.searched = frozenset(searched)
+        if len(searched) < len(settings):
+            chosen.again = partial(self._again, x, settings, uniform)
+        return drawn, wide
 
     def _filtered(self, x: Tensor, settings: list[Sampling], uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Draws from rows ``x`` [R, V] with top-k, top-p or min-p, by numbers ``uniform`` [R], among the likeliest
@@ -174,35 +201,6 @@ class Sampler:
         least = torch.maximum(min_p * p, torch.full_like(min_p, torch.finfo(torch.float64).tiny))
         kept = nuclei(x, whole, top_p.where(top_p < 1, 2.0), least)
         return topk.draw(x.masked_fill(~kept, float("-inf")), uniform)
-
-    def logprobs(
-        self, logits: Tensor, tokens: list[int], tops: list[int], ranked: bool = False
-    ) -> list[TokenLogprob]:  # fmt: skip
-        """Log-probabilities of one token for each row of unchanged ``logits`` [R, V], of its likeliest ones, and, if
-        ``ranked``, its place among all. The host waits for the device once."""
-        whole = logits.logsumexp(1, keepdim=True)
-        own = logits.gather(1, put(tokens, torch.int64, logits.device)[:, None])
-        most, parts = max(tops), [own - whole]
-        if most:
-            values, ids = self.search(logits, most)
-            most = values.shape[1]
-            parts += [values - whole, ids]
-        if ranked:
-            parts.append(1 + (logits > own).sum(1, keepdim=True))
-        found = []
-        # In 64 bits, which have tokens and numbers of 32 bits exactly.
-        for token, row, n in zip(tokens, torch.cat([p.double() for p in parts], 1).tolist(), tops, strict=True):
-            n = min(n, most)  # of a vocabulary with fewer
-            likeliest = zip(map(int, row[1 + most : 1 + most + n]), row[1 : 1 + n], strict=True)
-            found.append(TokenLogprob(token, row[0], tuple(likeliest), int(row[-1]) if ranked else 0))
-        return found
-
-    @staticmethod
-    def named(logits: Tensor, found: TokenLogprob, tokens: Iterable[int]) -> TokenLogprob:
-        """``found`` of a row of unchanged ``logits`` [V]; its own token and ``tokens`` replace the likeliest."""
-        ids = list(dict.fromkeys([found.token, *tokens]))
-        values = logits[put(ids, torch.int64, logits.device)] - logits.logsumexp(0)
-        return replace(found, top=tuple(zip(ids, values.tolist(), strict=True)))
 
 
 def draws(seqs: list[Sequence]) -> list[float]:

@@ -44,6 +44,8 @@ class Sequence:
     """Which tokens occur at all, where a penalty asks for it."""
     ngrams: NGrams | None = None
     """Where n-grams occurred, where drafts are looked up."""
+    wide: int = 0
+    """Tokens for which its nucleus is expected to be larger than its candidates."""
     grammar: Grammar | None = None
     watch: Watch | None = None
     """Finds the stop strings of an output that is ranked."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,19 @@ def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[Train
         if technique is not None:
             technique.build(run)
         run.assert_trainable()
+
+
+class Report(NamedTuple):
+    """What the host reads of a step, the same on every rank."""
+
+    loss: float
+    """Over all ranks."""
+    norm: float
+    """Of the gradients, before clipping."""
+    stop: bool
+    """Whether any rank received a stop signal."""
+    finished: bool
+    """Whether rank 0 considers training done."""
 
 
 @dataclass(frozen=True)
@@ -235,16 +249,18 @@ class Trainer:
             dist.all_reduce(total)
         return float(total)
 
-    def update(self, step: int) -> torch.Tensor:
+    def update(self, step: int, loss: torch.Tensor | None = None) -> tuple[torch.Tensor, Report | None]:
         """Clip and apply the gradients; returns their global norm before clipping.
 
-        With loss scaling, gradients that are not finite are dropped and the scale is lowered.
+        With loss scaling, gradients that are not finite are dropped and the scale is lowered. The host has to know that
+        before it goes on, so that the step's report is made then, of this rank's part of the ``loss``, and returned.
         """
         run = self.run
         scale = run.update.scaler.scale if run.update.scaler else 1.0
         norm = run.gradients.norm(self.parameters, self.copies, self.world) / scale
         limit = self.workload.grad_clip
-        finite = run.update.scaler is None or bool(torch.isfinite(norm))
+        known = self.report(loss, norm) if run.update.scaler and loss is not None else None
+        finite = run.update.scaler is None or (math.isfinite(known.norm) if known else bool(torch.isfinite(norm)))
         if finite:
             run.gradients.clip(self.parameters, norm, limit, scale)
             for group in self.optimizer.param_groups:
@@ -255,34 +271,33 @@ class Trainer:
             finish()
         if run.update.scaler:
             run.update.scaler.update(finite)
-        return norm
+        return norm, known
 
     def step(self) -> StepStats:
         """One optimizer step. Raises ``FloatingPointError`` on a loss that is not finite, before the next update."""
         start = time.perf_counter()
         step = self.steps_done
         loss, valid = self.forward_backward(step)
-        norm = self.update(step)
+        norm, known = self.update(step, loss)
         self.loader.queue(step + 1)
-        value, size, stop, finished = self.report(loss, norm)
+        value, size, stop, finished = known or self.report(loss, norm)
         self.steps_done += 1
         if not math.isfinite(value):
             raise FloatingPointError(f"loss is {value} at step {step}")
         return StepStats(step, value, valid, size, time.perf_counter() - start, stop, finished)
 
-    def report(self, loss: torch.Tensor, norm: torch.Tensor) -> tuple[float, float, bool, bool]:
-        """The loss over all ranks, the gradients' norm, whether any rank received a stop signal, and whether rank 0
-        considers training done. The only wait for the device of a step."""
+    def report(self, loss: torch.Tensor, norm: torch.Tensor) -> Report:
+        """What all ranks know of a step. The only wait for the device of a step."""
         finished = self.rank == 0 and self.run.hooks.finished()
         value, flags = loss.double().view(1), (self.stop_requested, finished)
         size = norm.to(loss.device, torch.float64).view(1)  # the same on every rank
         if self.world == 1:
             mean, length = torch.cat([value, size]).tolist()
-            return mean, length, *flags
+            return Report(mean, length, *flags)
         report = torch.cat([value, to_device(torch.tensor(flags, dtype=torch.float64), self.device)])
         dist.all_reduce(report)
         mean, stop, done, length = torch.cat([report, size]).tolist()
-        return mean, length, stop > 0, done > 0
+        return Report(mean, length, stop > 0, done > 0)
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
         """Run steps to the end of the workload, passing each to ``watch``, which returns whether to stop."""

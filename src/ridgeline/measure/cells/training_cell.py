@@ -125,7 +125,7 @@ def metered_step(trainer: Trainer, wire: Wire | None = None) -> Usage:
     with counted, meter:
         loss, _ = trainer.forward_backward(step)
         meter.updating = True
-        norm = trainer.update(step)
+        norm, _ = trainer.update(step)
     with counted:
         trainer.report(loss, norm)
     return meter.peak

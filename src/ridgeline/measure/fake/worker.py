@@ -130,7 +130,8 @@ def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> d
     found["prefill"] = TRACER.summary() | {"sequences": sequences, "failed": failed}
     while any(s.n_computed + 1 < len(s.tokens) for s in engine.scheduler.running) or engine.scheduler.waiting:
         failed += _stepped(engine)
-    failed += _stepped(engine)  # tables and the like are there now
+    for _ in range(2):  # tables and the like are there then, and what steps have told about those behind them
+        failed += _stepped(engine)
     TRACER.reset()
     failed += _stepped(engine)
     found["decode"] = TRACER.summary() | {"sequences": sequences, "failed": failed, "labels": engine.labels()}
