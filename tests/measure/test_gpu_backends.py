@@ -40,7 +40,7 @@ THEIRS = {
     "norm": {"liger": Norms, "flash-attn": Off}, "head_loss": {"liger": loss},
     "attention.decode": {"torch": attend}, "attention.prefill": {"flash-attn-3": attend},
     "float8": {"operators": None}, "experts": {"operators": None}, "dense": {"operators": None},
-    "lora": {"operators": None},
+    "adapters": {"operators": None},
 }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_those_that_are_right_are_timed(rows):
         "norm": {OURS, "liger"}, "swiglu": {OURS}, "head_loss": {OURS},
         "attention.decode": {OURS, "torch"}, "attention.prefill": {OURS, "flash-attn-3"},
         "float8": {OURS, "operators"}, "experts": {OURS, "operators"}, "dense": {OURS, "operators"},
-        "lora": {OURS, "operators"},
+        "adapters": {OURS, "operators"},
     }  # fmt: skip
     assert all(s > 0 for held in found.values() for s in held.values())
     failed = {(r["operator"], r["backend"]): r["failed"] for r in rows if "failed" in r}

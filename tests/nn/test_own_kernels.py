@@ -12,7 +12,7 @@ from torch import nn
 from ridgeline import catalog
 from ridgeline.nn.adapters.lora_slots import LoraSlots
 from ridgeline.nn.kernels import lowbit_matmul, products, skinny
-from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, LORA, Backend, Kernels
+from ridgeline.nn.kernels.backends import ADAPTERS, DENSE, EXPERTS, FLOAT8, Backend, Kernels
 from ridgeline.nn.kernels.grouped_lora import add_lora
 from ridgeline.nn.model import grouped_experts, own_kernels
 from ridgeline.nn.model.moe import Experts
@@ -223,7 +223,7 @@ def test_and_right(dense, monkeypatch):
     assert not rows
 
 
-@pytest.mark.parametrize("kernels", [Kernels(), Kernels({LORA: "torch"})], ids=["", "asked"])
+@pytest.mark.parametrize("kernels", [Kernels(), Kernels({ADAPTERS: "torch"})], ids=["", "asked"])
 @pytest.mark.parametrize("factor", [1, 1.1])
 def test_adapters_are_added_for_all_rows_at_once_where_that_is_right(kernels, factor, hopper, monkeypatch):
     monkeypatch.setattr(Backend, "refusal", lambda self, case: "")

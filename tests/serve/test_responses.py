@@ -242,6 +242,7 @@ def ended(client, name):
 
 
 def test_a_response_in_the_background(client, server):
+    client.responses.create(input="Hi", **OPTIONS)  # whose prompt is cached for the others
     plain = client.responses.create(input="Hi", **OPTIONS)
     with Slow(server.engine, 0.02):
         begun = client.responses.create(input="Hi", background=True, **OPTIONS)

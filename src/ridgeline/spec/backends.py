@@ -22,7 +22,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "float8": (OURS, "torch"),
     "experts": (OURS, "torch"),
     "dense": ("torch", OURS),
-    "lora": (OURS, "torch"),
+    "adapters": (OURS, "torch"),
 }
 """By operator: attention over the pages of a serving step with one new token for each sequence, and of steps with
 prompts or drafts; the RMS norms and the gated activation of fused layers; the head with its loss, in chunks; of served

@@ -18,7 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.nn.kernels import functions, products
-from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, LORA, OPERATORS, WRONG, Backend, Case, Kernels, able
+from ridgeline.nn.kernels.backends import (
+    ADAPTERS,
+    DENSE,
+    EXPERTS,
+    FLOAT8,
+    OPERATORS,
+    WRONG,
+    Backend,
+    Case,
+    Kernels,
+    able,
+)
 from ridgeline.nn.kernels.dispatch import is_hopper
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.model.grouped_experts import group_experts
@@ -336,4 +347,4 @@ def _lora(device: torch.device, s: Sizes, decode: bool) -> Trial:
 
 
 _TRIALS = {"attention": _attention, "norm": _norm, "swiglu": _swiglu, "head_loss": _head_loss, FLOAT8: _float8,
-           EXPERTS: _experts, DENSE: _dense, LORA: _lora}  # fmt: skip
+           EXPERTS: _experts, DENSE: _dense, ADAPTERS: _lora}  # fmt: skip

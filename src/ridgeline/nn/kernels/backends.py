@@ -20,7 +20,7 @@ from ridgeline.spec.backends import OURS, order
 from ridgeline.spec.errors import UserError
 
 LOW = (torch.bfloat16, torch.float16)
-FLOAT8, EXPERTS, DENSE, LORA = "float8", "experts", "dense", "lora"
+FLOAT8, EXPERTS, DENSE, ADAPTERS = "float8", "experts", "dense", "adapters"
 """Operators that ours compute and PyTorch's operators, too (:data:`ridgeline.spec.backends.BACKENDS`)."""
 WRONG = 3e-2
 """Norm of a result's error over its norm, in 16 bits, from which on it is wrong."""
@@ -133,7 +133,7 @@ def registry() -> dict[str, tuple[Backend, ...]]:
         FLOAT8: (OPERATORS,),
         EXPERTS: (OPERATORS,),
         DENSE: (OPERATORS,),
-        LORA: (OPERATORS,),
+        ADAPTERS: (OPERATORS,),
     }
 
 
@@ -196,7 +196,7 @@ class Kernels:
                 raise UserError(
                     f"kernels: {operator}={name} is asked for, and the plan has no separate {operator} operator",
                     "leave it out, or add what has it: flash_attention in a serving engine (attention), fp8 served on"
-                    " Hopper (float8) or in 16 bits (dense), quantized experts (experts), multi_adapter (lora),"
+                    " Hopper (float8) or in 16 bits (dense), quantized experts (experts), multi_adapter (adapters),"
                     " fused_layers (the others)",
                 )
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ridgeline.nn.adapters.lora_slots import AddLora, LoraSlots
 from ridgeline.nn.kernels import products
 from ridgeline.nn.kernels.adjacency import adjacent
-from ridgeline.nn.kernels.backends import DENSE, EXPERTS, FLOAT8, LORA, LOW, WRONG, Case, Kernels
+from ridgeline.nn.kernels.backends import ADAPTERS, DENSE, EXPERTS, FLOAT8, LOW, WRONG, Case, Kernels
 from ridgeline.nn.kernels.dispatch import is_hopper
 from ridgeline.nn.kernels.lora_stack import LEAST_RANK, Stack, cut
 from ridgeline.nn.model.attention import Attention
@@ -107,12 +107,12 @@ def _merged(module: nn.Module) -> Iterator[list[nn.Module]]:
 def settle_lora(slots: LoraSlots, kernels: Kernels) -> bool:
     """Whether our kernels add adapters for all rows at once: chosen and tried at the model's shapes."""
     device, dtype = slots.device, slots.dtype
-    if dtype not in LOW or kernels.find(LORA, Case(device, dtype)) is not None:
+    if dtype not in LOW or kernels.find(ADAPTERS, Case(device, dtype)) is not None:
         return False
     trials = (lora_trial(slots.rows.add, device, dtype, width, widths, rows)
               for width, widths in slots.shapes() for rows in LORA_ROWS)  # fmt: skip
-    _try(kernels, LORA, device, trials)
-    return kernels.ours(LORA)
+    _try(kernels, ADAPTERS, device, trials)
+    return kernels.ours(ADAPTERS)
 
 
 def lora_trial(
