@@ -45,7 +45,7 @@ def test_tiles_of_4_bit_codes(monkeypatch):
     from torchao.quantization.quantize_.workflows import Int4TilePackedTo4dTensor
 
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks" / "gpu")
-    from campaign.kernels import tinygemm
+    from campaign.products import tinygemm
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     seen = []

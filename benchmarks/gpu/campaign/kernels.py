@@ -3,50 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from itertools import cycle, product
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from campaign import products
 from campaign.cells import Cell, Figures, Setting
 from campaign.probe import rates, said
+from campaign.products import GROUP, Calls, randn
 from ridgeline.graph.graph import Op
-from ridgeline.measure.probing.gpu_operators import ROTATE_BYTES, timed
+from ridgeline.measure.probing.gpu_operators import timed
 from ridgeline.nn.kernels import functions
-from ridgeline.nn.kernels.products import served_linear
 from ridgeline.nn.memory.step_pages import make_pages
 from ridgeline.nn.model.attention import alibi_slopes, flash_attention, naive_attention
 from ridgeline.nn.model.mask import Mask, ScoreChanges
 from ridgeline.nn.model.spans import make_spans, span_attention
-from ridgeline.nn.quant import mxfp4
 from ridgeline.nn.quant.codec import E4M3, encode, layouts, peak_of, scale_for
-from ridgeline.nn.quant.codes import counters
-from ridgeline.nn.quant.packed import Packed
-from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.quantized_kv import KINDS
-from ridgeline.nn.quant.ternary import ZEROS, Ternary, TernaryLinear
 from ridgeline.predict.operators.codes import CODES
 from ridgeline.spec.lowbit import MANY_ROWS
-from ridgeline.techniques.precision import fp8_linear_torch as float8_linear
 
 ERROR = 2e-2
 """Largest relative error of results in bf16 (:func:`error`)."""
-GROUP = 128
-
-
-class Calls(NamedTuple):
-    """Our kernel on several sets of operands, so that caches do not hold them; PyTorch's way; what is right."""
-
-    ours: list[Callable[[], Tensor]]
-    plain: list[Callable[[], Tensor]]
-    right: Callable[[], Tensor]
-    others: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
-    """Kernels of other libraries that compute the same here."""
 
 
 def cells(setting: Setting) -> list[Cell]:
@@ -75,7 +58,7 @@ def cells(setting: Setting) -> list[Cell]:
                     dtype=name, shape=(m, out, width), weight_dtype=f"int{bits}",
                     kernel=_kernel(f"int{bits}", m))  # fmt: skip
             label = f"int{bits} product, {m} rows, {out}x{width}"
-            found.append((label, op, partial(_codes, setting, m, out, width, bits, dtype)))
+            found.append((label, op, partial(products.codes, setting, m, out, width, bits, dtype)))
     if setting.kind == "cuda":
         found += _on_gpus(setting)
     return [
@@ -119,24 +102,26 @@ def _on_gpus(setting: Setting) -> list[tuple[str, Op, Callable[[], Calls]]]:
         op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=2.0 * (out * width + m * width + m * out),
                 dtype="bf16", shape=(m, out, width))  # fmt: skip
         found.append((f"product of {m} row{'s' * (m > 1)}, {out}x{width} bf16", op,
-                      partial(_rows, setting, m, out, width)))  # fmt: skip
+                      partial(products.rows, setting, m, out, width)))  # fmt: skip
     for m, (out, width) in product((2, 8, 16, 64), ((28672, 4096), (4096, 14336))):
         op = Op("product", "", "gemm", flops=2.0 * m * out * width, bytes=out * width + 2.0 * m * (width + out),
                 dtype="bf16", shape=(m, out, width), weight_dtype="fp8", kernel=_kernel("fp8", m))  # fmt: skip
-        found.append((f"fp8 product, {m} rows, {out}x{width}", op, partial(_float8_rows, setting, m, out, width)))
+        found.append(
+            (f"fp8 product, {m} rows, {out}x{width}", op, partial(products.float8_rows, setting, m, out, width))
+        )
     for m, adapters in ((1, 1), (8, 8), (64, 16), (512, 1), (2048, 16)):
         out, width, rank = 28672, 4096, 16
         op = _op("copy", 2.0 * (adapters * rank * (2 * width + out) + m * (width + 2 * out)), "bf16")
         label = f"LoRA of rank {rank}, {m} rows of {adapters} adapters, gate and up of 8B"
-        found.append((label, op, partial(_adapters, setting, m, adapters, rank)))
+        found.append((label, op, partial(products.adapters, setting, m, adapters, rank)))
     for m, (out, width) in product((1, 8, 64, 512), ((14336, 4096), (2880, 2880))):
         op = Op("product", "", "gemm", flops=2.0 * m * out * width,
                 bytes=out * width * 17 / 32 + 2.0 * m * (width + out), dtype="bf16", shape=(m, out, width),
                 weight_dtype="mxfp4", kernel=_kernel("mxfp4", m))  # fmt: skip
-        found.append((f"MXFP4 product, {m} rows, {out}x{width}", op, partial(_mxfp4, setting, m, out, width)))
+        found.append((f"MXFP4 product, {m} rows, {out}x{width}", op, partial(products.mxfp4, setting, m, out, width)))
     ternary = Op("product", "", "gemm", flops=2.0 * 4096 * 4096, bytes=4096 * 4096 * 0.1, dtype="bf16",
                  shape=(1, 4096, 4096))  # fmt: skip
-    found.append(("ternary product, 1 row, 4096x4096", ternary, partial(_ternary, 4096, 4096)))
+    found.append(("ternary product, 1 row, 4096x4096", ternary, partial(products.ternary, 4096, 4096)))
     loss = Op("loss", "", "gemm", flops=6.0 * 16384 * 128256 * 2048, bytes=6.0 * 128256 * 2048, dtype="bf16",
               shape=(16384, 128256, 3 * 2048))  # fmt: skip
     found.append(("head and loss in chunks, 16384x2048 into 128256", loss, partial(_chunked, 16384, 2048, 128256)))
@@ -174,17 +159,9 @@ def measured(setting: Setting, op: Op, make: Callable[[], Calls]) -> Figures:
     return found
 
 
-def _copies(size: float) -> int:
-    return max(1, min(8, int(ROTATE_BYTES // size)))
-
-
-def _randn(setting: Setting, *shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, device=setting.kind, dtype=dtype)
-
-
 def _norm(setting: Setting, rows: int, n: int, dtype: torch.dtype) -> Calls:
-    sets = [(_randn(setting, rows, n, dtype=dtype), _randn(setting, rows, n, dtype=dtype)) for _ in range(2)]
-    w = _randn(setting, n, dtype=dtype)
+    sets = [(randn(setting, rows, n, dtype=dtype), randn(setting, rows, n, dtype=dtype)) for _ in range(2)]
+    w = randn(setting, n, dtype=dtype)
     x, u = sets[0]
     return Calls(
         [partial(lambda a, b: functions.add_norm(a, b, w, None, 1e-5, False, dtype)[1], a, b) for a, b in sets],
@@ -194,7 +171,7 @@ def _norm(setting: Setting, rows: int, n: int, dtype: torch.dtype) -> Calls:
 
 
 def _swiglu(setting: Setting, rows: int, n: int, dtype: torch.dtype) -> Calls:
-    x = _randn(setting, rows, 2 * n, dtype=dtype)
+    x = randn(setting, rows, 2 * n, dtype=dtype)
 
     def plain(t: Tensor) -> Tensor:
         return F.silu(t[:, :n]) * t[:, n:]
@@ -204,7 +181,7 @@ def _swiglu(setting: Setting, rows: int, n: int, dtype: torch.dtype) -> Calls:
 
 def _rotary(setting: Setting, rows: int, n: int, dtype: torch.dtype) -> Calls:
     d = 128 if n >= 128 else 32
-    x = _randn(setting, rows, n, dtype=dtype)
+    x = randn(setting, rows, n, dtype=dtype)
     angle = torch.rand(rows, d // 2, device=setting.kind)
     cosine = torch.cat([angle.cos()] * 2, 1)[:, None].to(dtype)
     sine = torch.cat([-angle.sin(), angle.sin()], 1)[:, None].to(dtype)
@@ -239,7 +216,7 @@ def _rotary(setting: Setting, rows: int, n: int, dtype: torch.dtype) -> Calls:
 
 
 def _entropy(setting: Setting, rows: int, vocabulary: int, dtype: torch.dtype) -> Calls:
-    x = _randn(setting, rows, vocabulary, dtype=dtype)
+    x = randn(setting, rows, vocabulary, dtype=dtype)
     labels = torch.randint(0, vocabulary, (rows,), device=setting.kind)
     right = F.cross_entropy(x.float(), labels, reduction="sum")
 
@@ -254,7 +231,7 @@ def _entropy(setting: Setting, rows: int, vocabulary: int, dtype: torch.dtype) -
 
 
 def _adamw(setting: Setting, n: int) -> Calls:
-    p, g, m, v = (_randn(setting, n, dtype=torch.float32) for _ in range(4))
+    p, g, m, v = (randn(setting, n, dtype=torch.float32) for _ in range(4))
     v, low = v.abs_(), torch.empty(n, dtype=torch.bfloat16, device=setting.kind)
     plain = torch.nn.Parameter(p.clone())
     plain.grad = g
@@ -274,131 +251,8 @@ def _adamw(setting: Setting, n: int) -> Calls:
     return Calls([ours], [theirs], lambda: right)
 
 
-def _codes(setting: Setting, rows: int, out: int, width: int, bits: int, dtype: torch.dtype) -> Calls:
-    device = torch.device(setting.kind)
-    group = min(GROUP, width)
-    drawn = torch.randint(1 << bits, (out, width), dtype=torch.uint8)
-    record = Packed(drawn, torch.rand(out, width // group).half() * 0.01, None, bits, group)
-    layers = [PackedLinear(record, device=device) for _ in range(_copies(out * width * bits / 8))]
-    x = _randn(setting, rows, width, dtype=dtype)
-    dense = record.dense().to(device)
-    weights = [dense.to(dtype) for _ in range(_copies(out * width * dtype.itemsize))]
-    others = {}
-    if bits == 4 and setting.kind == "cuda" and dtype == torch.bfloat16:
-        others["torch"] = partial(torch._weight_int4pack_mm, x, *tinygemm(drawn.to(device), record.scale.to(device)))
-    return Calls([partial(layer, x) for layer in layers], [partial(F.linear, x, w) for w in weights],
-                 lambda: F.linear(x.float(), dense), others)  # fmt: skip
-
-
-def _rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
-    """Ours beside PyTorch's. The kernel for several rows is Hopper's."""
-    from ridgeline.nn.kernels.skinny import product_of_rows
-
-    weights = [_randn(setting, out, width, dtype=torch.bfloat16) for _ in range(_copies(2.0 * out * width))]
-    x = _randn(setting, rows, width, dtype=torch.bfloat16)
-    arrived = counters(out, x.device)
-    ours = [partial(served_linear, x, w) if rows == 1 else partial(product_of_rows, x, w, arrived) for w in weights]
-    return Calls(ours, [partial(F.linear, x, w) for w in weights], lambda: F.linear(x.float(), weights[0].float()))
-
-
-def _adapters(setting: Setting, rows: int, count: int, rank: int) -> Calls:
-    """What adapters add to gates and up projections of Llama 3.1 8B, beside a loop over them."""
-    from ridgeline.nn.kernels.grouped_lora import add_lora
-    from ridgeline.nn.kernels.lora_stack import Stack, cut
-
-    width, outs, device, bf16 = 4096, (14336, 14336), setting.kind, torch.bfloat16
-    each = rows // count
-    segments = [(i, i * each, (i + 1) * each) for i in range(count)]
-    items = torch.tensor(cut(segments, rows), dtype=torch.int32, device=device)
-    x, y = (_randn(setting, rows, n, dtype=bf16) for n in (width, sum(outs)))
-    stacks = [
-        Stack(_randn(setting, count, 2 * rank, width, dtype=bf16) / 64,
-              _randn(setting, count, rank, sum(outs), dtype=bf16),
-              torch.full((count, 2), rank, dtype=torch.int32, device=device), torch.ones(count, 2, device=device), outs)
-        for _ in range(_copies(2.0 * count * rank * (2 * width + sum(outs))))
-    ]  # fmt: skip
-
-    def ours(stack: Stack, into: Tensor) -> Tensor:
-        add_lora(x, into, items, stack)
-        return into
-
-    def one_by_one(stack: Stack, dtype: torch.dtype) -> Tensor:
-        out = y.to(dtype, copy=True)
-        for slot, first, end in segments:
-            for a, b, part in zip(stack.a[slot].split(rank), stack.b[slot].split(outs, 1),
-                                  out[first:end].split(outs, 1), strict=True):  # fmt: skip
-                part += x[first:end].to(dtype) @ a.to(dtype).t() @ b.to(dtype)
-        return out
-
-    return Calls([partial(ours, stack, y.clone()) for stack in stacks],
-                 [partial(one_by_one, stack, bf16) for stack in stacks],
-                 lambda: one_by_one(stacks[0], torch.float32))  # fmt: skip
-
-
-def _float8_rows(setting: Setting, rows: int, out: int, width: int) -> Calls:
-    """By codes, beside a cast with PyTorch's product in float8 or with ours: which of them few rows should take."""
-    from ridgeline.nn.kernels.lowbit_matmul import float8_product
-    from ridgeline.nn.kernels.skinny import product_of_coded_rows
-
-    x = _randn(setting, rows, width, dtype=torch.bfloat16)
-    held = [layouts(_randn(setting, out, width, dtype=torch.bfloat16), E4M3, True, False)
-            for _ in range(_copies(out * width))]  # fmt: skip
-    arrived = counters(out, x.device)
-    dense = held[0].rows.float() * held[0].inverse_scale
-    weights = [dense.bfloat16() for _ in range(_copies(2.0 * out * width))]
-
-    ones, others = cycle(held), cycle(held)  # as above: no cache holds the next
-
-    def cast() -> Tensor:
-        a, w = layouts(x, E4M3, True, False), next(ones)
-        return float8_linear.product(a.rows, a.inverse_scale, w.rows, w.inverse_scale, x.dtype, fast=True)
-
-    def both() -> Tensor:
-        a, w = layouts(x, E4M3, True, False), next(others)
-        return product_of_coded_rows(a.rows, a.inverse_scale, w.rows, w.inverse_scale, arrived, x.dtype)
-
-    return Calls([partial(float8_product, x, w.rows, w.inverse_scale, arrived) for w in held],
-                 [partial(F.linear, x, w) for w in weights], lambda: F.linear(x.float(), dense),
-                 {"cast and torch": cast, "cast and ours": both})  # fmt: skip
-
-
-def _mxfp4(setting: Setting, rows: int, out: int, width: int) -> Calls:
-    device = torch.device(setting.kind)
-    record = mxfp4.quantized(torch.randn(out, width))
-    layers = [PackedLinear(record, device=device) for _ in range(_copies(out * width * 17 / 32))]
-    x = _randn(setting, rows, width, dtype=torch.bfloat16)
-    dense = record.dense().to(device)
-    weights = [dense.bfloat16() for _ in range(_copies(2.0 * out * width))]
-    return Calls([partial(layer, x) for layer in layers], [partial(F.linear, x, w) for w in weights],
-                 lambda: F.linear(x.float(), dense.float()))  # fmt: skip
-
-
-def tinygemm(codes: Tensor, scale: Tensor) -> tuple[Tensor, int, Tensor]:
-    """What PyTorch's kernel for 4-bit weights reads, which torchao calls too: the codes [out, in] in its tiles, the
-    inputs of a group, and scales [out, groups] with offsets [groups, out, 2]. It counts codes from 8, as ours do.
-
-    Not a back end of the engines: products with many rows would need the codes in another form beside this one.
-    """
-    bytes_ = codes[:, ::2] << 4 | codes[:, 1::2]
-    table = torch.stack((scale.bfloat16(), torch.zeros_like(scale, dtype=torch.bfloat16)), -1)
-    packed = torch.ops.aten._convert_weight_to_int4pack(bytes_.contiguous(), 8)
-    return packed, codes.shape[1] // scale.shape[1], table.transpose(0, 1).contiguous()
-
-
-def _ternary(out: int, width: int) -> Calls:
-    drawn = torch.rand(out, width)
-    symbols = torch.where(drawn < ZEROS, 0, torch.where(drawn < (1 + ZEROS) / 2, 1, 2)).to(torch.uint8)
-    record = Ternary.encode(symbols, -torch.rand(out).half(), torch.rand(out).half())
-    layers = [TernaryLinear(record, device=torch.device("cuda")) for _ in range(8)]
-    dense = record.dense().cuda()
-    weights = [dense.bfloat16() for _ in range(8)]
-    x = torch.randn(1, width, dtype=torch.bfloat16, device="cuda")
-    return Calls([partial(layer, x) for layer in layers], [partial(F.linear, x, w) for w in weights],
-                 lambda: F.linear(x.float(), dense))  # fmt: skip
-
-
 def _float8(setting: Setting, rows: int, width: int, rowwise: bool) -> Calls:
-    sets = [_randn(setting, rows, width, dtype=torch.bfloat16) for _ in range(2)]
+    sets = [randn(setting, rows, width, dtype=torch.bfloat16) for _ in range(2)]
     first = [True]
 
     def ours(x: Tensor) -> Tensor:  # the first call is checked
@@ -461,7 +315,7 @@ def _spans(setting: Setting, op: Op, cap: float, dtype: torch.dtype = torch.bflo
     batch, heads, groups, length, _, d = op.shape
     device = torch.device(setting.kind)
     changes = ScoreChanges(cap, None, None) if cap else ScoreChanges(None, alibi_slopes(heads), None)
-    given = [_randn(setting, batch, length, n, d, dtype=dtype).transpose(1, 2) for n in (heads, groups, groups)]
+    given = [randn(setting, batch, length, n, d, dtype=dtype).transpose(1, 2) for n in (heads, groups, groups)]
     grad = torch.randn_like(given[0])
     spans = make_spans(batch, length, None, True, 0, device)
     hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)

@@ -30,7 +30,7 @@ from ridgeline.techniques.adapters.adapted import peft_kind
 from ridgeline.train.adapter_folder import Loaded, adapters, load_adapter
 
 NOT_BY_ROW = "kv_b_proj"
-"""A layer that is not multiplied by the rows of a step."""
+"""Latent attention absorbs this layer's weight into the queries: no rows are multiplied by it."""
 PROBED = 8
 """Rank of the adapter that represents all others when costs are measured."""
 
@@ -94,7 +94,8 @@ class AdapterTable:
         return math.ceil(size / self.block_bytes) if self.blocks.count else 0
 
     def _require_room(self, size: int, wanted: int, old: list[int]) -> None:
-        """Raise :class:`Invalid` for a pool that cannot spare so many blocks when it has the ``old`` ones back."""
+        """Raise :class:`Invalid` if the pool cannot spare ``wanted`` blocks, for ``size`` bytes, once the ``old`` ones
+        are returned."""
         taken = self.blocks.borrowed - len(old)
         free, spare = self.blocks.free + len(old), self.blocks.count - taken - self.blocks.needed(self.longest)
         if wanted > min(free, max(0, spare)):
@@ -106,7 +107,7 @@ class AdapterTable:
             )
 
     def _base_alone(self) -> None:
-        """Have the model be the base without any adapter."""
+        """Restore the base model, without any adapter."""
         self.tasks.activate(None)
         if self.slots is not None:
             self.slots.uninstall()
@@ -124,7 +125,7 @@ class AdapterTable:
         self.version.pop(name, None)
 
     def _share(self) -> None:
-        """Take as much out of the pool as the slots do; nothing without an adapter in one."""
+        """Borrow as many blocks of the pool as the slots take memory; none if no slot is used."""
         if self.slots is None:
             return
         self.slots.release()

@@ -1,9 +1,9 @@
 """Plain LoRA adapters of a served model in slots of stacked tensors, which kernels add for all rows of a step at once
 (Punica, arXiv:2310.18547; S-LoRA, arXiv:2311.03285).
 
-The base's projections stay as they are, merged ones too: what the adapters of a site add comes behind its product.
-Tensors stay at their addresses while adapters come and go, until more slots, a higher rank or another site is needed:
-:attr:`LoraSlots.version` says so to who has captured steps.
+The base's projections stay merged: the adapters' update is added to the output of each product. Tensors keep their
+addresses while adapters are loaded and unloaded, until more slots, a higher rank or another layer is needed; then
+:attr:`LoraSlots.version` changes, and captured steps are stale.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AddLora = Callable[[Tensor, Tensor, Tensor, Stack], None]
 
 
 class LoraRows:
-    """Which rows of the step that is computed are whose."""
+    """Which rows of the current step have which adapter."""
 
     def __init__(self, add: AddLora) -> None:
         self.add = add
@@ -36,7 +36,7 @@ class LoraRows:
 
 
 class LoraSite:
-    """Linear layers that read one input, whose adapters lie together."""
+    """Linear layers that read the same input (vLLM's packed modules), whose adapters are stacked together."""
 
     def __init__(self, names: list[str], parts: list[nn.Module], rows: LoraRows) -> None:
         self.names, self.rows = names, rows
@@ -50,7 +50,7 @@ class LoraSite:
         return self.rows.items is not None and self.stack is not None
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """``y`` [..., Σ out], which the base has made of ``x`` [..., in], with what adapters add: in place."""
+        """Add the adapters' update of ``x`` [..., in] to the base's output ``y`` [..., Σ out], in place."""
         assert self.rows.items is not None
         assert self.stack is not None
         rows = x.reshape(-1, self.width).to(self.stack.a.dtype).contiguous()
@@ -58,12 +58,12 @@ class LoraSite:
         self.rows.add(rows, y.view(len(rows), -1), self.rows.items, self.stack)
         return y
 
-    def numbers(self, slots: int, capacity: int) -> int:
-        """Numbers in the stack of so many."""
+    def numel(self, slots: int, capacity: int) -> int:
+        """Elements of a stack with ``slots`` slots of ``capacity`` ranks each."""
         return slots * capacity * (len(self.widths) * self.width + sum(self.widths))
 
     def grown(self, slots: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Stack:
-        """A larger stack with what is there."""
+        """A larger stack with the current contents: ``slots`` slots of ``capacity`` ranks each."""
         slices, outs, old = len(self.widths), sum(self.widths), self.stack
         new = Stack(
             torch.zeros(slots, slices * capacity, self.width, device=device, dtype=dtype),
@@ -80,7 +80,7 @@ class LoraSite:
         return new
 
     def place(self, slot: int, adapters: Mapping[str, LoRALinear], fill: bool) -> None:
-        """Have the adapters of this site's layers lie in ``slot``, as views; ``fill``: copy them there first."""
+        """Make the adapters of these layers views of ``slot``; ``fill``: copy their values there first."""
         stack, begin = self.stack, 0
         assert stack is not None
         for i, (name, n) in enumerate(zip(self.names, self.widths, strict=True)):
@@ -98,7 +98,7 @@ class LoraSite:
 
 
 class AddedLora(nn.Module):
-    """A layer that is no part of a merged one, with what adapters add."""
+    """A layer outside of merged projections, with the adapters' update."""
 
     def __init__(self, base: nn.Module, site: LoraSite) -> None:
         super().__init__()
@@ -157,18 +157,19 @@ class LoraSlots:
         )
 
     def bytes_with(self, adapters: Mapping[str, Adapter], leaving: int = 0) -> int:
-        """Bytes of all slots, with others for these adapters too, while so many leave."""
+        """Bytes of all slots once these adapters are loaded and ``leaving`` others unloaded."""
         sites = self._needed(adapters)
         count, capacity = self._size(adapters, leaving)
-        return sum(site.numbers(count, capacity) for site in sites) * self.dtype.itemsize
+        return sum(site.numel(count, capacity) for site in sites) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return sum(site.numbers(self.count, self.capacity) for site in self._sites) * self.dtype.itemsize
+        return sum(site.numel(self.count, self.capacity) for site in self._sites) * self.dtype.itemsize
 
     def reserve(self, adapters: Mapping[str, Adapter], leaving: int = 0) -> None:
-        """Have room for these adapters too, while so many leave. Nothing is changed if there is no memory for it."""
+        """Allocate slots for these adapters as well; ``leaving`` loaded ones are about to be unloaded. Nothing changes
+        if memory runs out."""
         sites, size = self._needed(adapters), self._size(adapters, leaving)
         same = size == (self.count, self.capacity)
         if same and len(sites) == len(self._sites):
@@ -209,7 +210,7 @@ class LoraSlots:
         self._sites, self.count, self.capacity, self.version = [], 0, LEAST_RANK, self.version + 1
 
     def install(self) -> None:
-        """Have the model add what adapters do to rows, wherever one of them has a layer."""
+        """Let the model add the adapters' updates, in every layer that one of them has."""
         if self._around or not self._sites:
             return
         for site in self._sites:
@@ -221,7 +222,7 @@ class LoraSlots:
                 put(self.model, name, self._around[name])
 
     def uninstall(self) -> None:
-        """Have the model be the base alone."""
+        """Restore the base model."""
         for name, added in self._around.items():
             put(self.model, name, added.base)
         for known in self._known.values():
@@ -229,7 +230,7 @@ class LoraSlots:
         self._around = {}
 
     def _needed(self, adapters: Mapping[str, Adapter]) -> list[LoraSite]:
-        """The sites in use, and those of other layers that have an adapter."""
+        """The sites in use, and those that these adapters need beside them."""
         found = list(self._sites)
         for name, adapter in adapters.items():
             site = self._of.get(name) or LoraSite([name], [adapter.base], self.rows)
@@ -238,7 +239,7 @@ class LoraSlots:
         return found
 
     def _size(self, adapters: Mapping[str, Adapter], leaving: int = 0) -> tuple[int, int]:
-        """Slots and ranks that there must be room for."""
+        """(slots, ranks of each) to allocate: powers of two."""
         rank = max((len(a.lora_a) for a in adapters.values() if isinstance(a, LoRALinear)), default=1)
         count = max(self.count, FEWEST)
         while count <= len(self.slot) - leaving:

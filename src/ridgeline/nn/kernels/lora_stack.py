@@ -1,4 +1,4 @@
-"""Low-rank adapters in slots of stacked tensors, and how a step's rows are cut into blocks of one adapter each."""
+"""LoRA adapters stacked in slots, and how a step's rows are cut into blocks of one adapter each."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def cut(segments: Iterable[Segment], rows: int) -> list[Segment]:
 
 
 def most_cut(rows: int, segments: int) -> int:
-    """The most blocks that ``rows`` can make in up to so many segments."""
+    """Largest number of blocks of ``rows`` rows in at most ``segments`` segments."""
     size, reached = tile(rows), min(rows, segments)
     return (rows + reached * (size - 1)) // size
