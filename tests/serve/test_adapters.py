@@ -292,6 +292,22 @@ def test_slots_stay_where_they_are_until_they_are_too_few(loras):
     assert eng.blocks.borrowed == slots.nbytes == 0
 
 
+def test_a_slot_has_nothing_of_the_adapter_that_left_it(loras):
+    """Whose other layers stay in use, by one that stays."""
+    from dataclasses import replace
+
+    eng = in_slots(engine(model(), "multi_adapter"))
+    for name in ("stays", "leaves"):
+        eng.load_adapter(name, loras["wide"])
+    slot = eng.runner.slots.slot["leaves"]
+    eng.unload_adapter("leaves")
+    eng.load_adapter("comes", loras["lora"])
+    assert eng.runner.slots.slot["comes"] == slot
+    got, _ = run(eng, *[replace(ask(n, prompt_of(2), 6), adapter=n) for n in ("comes", "stays")])
+    assert got["comes", 0] == alone(loras["lora"], prompt_of(2), 6)
+    assert got["stays", 0] == alone(loras["wide"], prompt_of(2), 6)
+
+
 def test_no_memory_for_slots(loras, monkeypatch):
     """What is loaded stays as it is."""
     from dataclasses import replace

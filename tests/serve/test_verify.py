@@ -79,8 +79,12 @@ def test_a_step_with_log_probabilities_is_one_copy(llama, name, monkeypatch):
 
 def test_numbers_that_would_be_too_many_are_copied_before(llama, monkeypatch):
     monkeypatch.setattr(likelihoods, "HELD", 50)
+    waiting, plain = [], OneCopy.read
+    monkeypatch.setattr(OneCopy, "read", lambda self: (waiting.append([len(t) for t, _ in self._parts]), plain(self)))
     requests = mixed(REPORTED)
     same(full(run(at_once(llama, rows=4), *requests())[1]), full(run(engine(llama), *requests())[1]))
+    assert max(map(len, waiting)) > 1
+    assert all(sum(some) <= 50 for some in waiting if len(some) > 1)
 
 
 @pytest.mark.parametrize("rows", [None, 5])
