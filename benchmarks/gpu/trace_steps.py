@@ -31,8 +31,14 @@ TRAINED = {"training, bf16": LOW, "training, fp8": (*LOW, "fp8"),
 MASKED = {"training, bf16, documents": (True, {}), "training, bf16, windows": (False, {"sliding_window": 128})}
 """Whether documents are separate, and changes of the model."""
 SERVED = {"serving, bf16": (), "serving, fp8": ("fp8",), "serving, int4": ("rtn:bits=4,group_size=128",),
-          "serving, int4 cache": ("kv_quant:dtype=int4",)}  # fmt: skip
-FILTERS = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
+          "serving, int4 cache": ("kv_quant:dtype=int4",),
+          "serving, four LoRA adapters": ("multi_adapter:adapters=4",)}  # fmt: skip
+SAMPLED = {
+    "top-p": {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
+    "penalties": {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    "log-probabilities": {"temperature": 0.0, "logprobs": 5},
+    "prompts' log-probabilities": {"temperature": 0.0, "prompt_logprobs": 3},
+}
 
 
 def experiments(text: Path) -> dict[str, tuple[Experiment, dict[str, Any]]]:
@@ -47,7 +53,7 @@ def experiments(text: Path) -> dict[str, tuple[Experiment, dict[str, Any]]]:
     for name, plan in SERVED.items():
         e = Experiment(model=spec, cluster=cluster, workload=serve, plan=Plan.parse([*default_plan("serve"), *plan]))
         found[name] = e, {}
-    found["serving, bf16, top-p"] = found["serving, bf16"][0], FILTERS
+    found |= {f"serving, bf16, {name}": (found["serving, bf16"][0], settings) for name, settings in SAMPLED.items()}
     return found
 
 

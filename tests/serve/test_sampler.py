@@ -153,6 +153,17 @@ def test_logits_of_all_requests_are_changed_at_once(sampling):
     assert many == few
 
 
+def test_a_grammar_that_lets_nothing_follow_leaves_no_token():
+    class Nothing:
+        def allowed(self):
+            return []
+
+    seq = Sequence(SequenceGroup(EngineRequest("r", [1], Sampling()), []), 0, [1], grammar=Nothing())
+    logits = torch.zeros(1, 50)
+    Sampler(frozenset(), False).adjust(logits, [seq], [False])
+    assert logits.isneginf().all()
+
+
 def test_more_of_the_likeliest_than_there_are_tokens():
     made = likelihoods(torch.randn(2, 6), torch.tensor([1, 2]), [9, 2], Sampler(frozenset()).search, ranked=True)
     found = made.read([1, 2], made.numbers.flatten().tolist())

@@ -74,7 +74,8 @@ class AdapterTable:
         again = name in slots.slot if slots is not None else False
         size = sum(map(_bytes, ready.values())) if slots is None else slots.bytes_with(ready, again)
         wanted = self._blocks(size)
-        self._require_room(size, wanted - (0 if slots is None else len(self.shared)), old or [])
+        held = (0, 0) if slots is None else (slots.nbytes, len(self.shared))
+        self._require_room(size - held[0], wanted - held[1], old or [])
         if slots is not None:
             try:
                 slots.reserve(ready, again)

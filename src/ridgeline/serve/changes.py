@@ -71,9 +71,12 @@ def put(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _keep(logits: Tensor, rows: Sequence[tuple[int, Any]]) -> None:
     """Let each of these rows choose among its tokens alone."""
-    if at := _at(rows, logits):
-        kept = logits[at]
-        logits.index_fill_(0, put([i for i, _ in rows], torch.int64, logits.device), NEVER)
+    if not rows:
+        return
+    at = _at(rows, logits)
+    kept = None if at is None else logits[at]
+    logits.index_fill_(0, put([i for i, _ in rows], torch.int64, logits.device), NEVER)
+    if at is not None and kept is not None:
         logits[at] = kept
 
 
