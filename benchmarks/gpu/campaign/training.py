@@ -112,9 +112,8 @@ def stepped(e: Experiment) -> Figures:
     """Median step here, of as many as are worth :data:`MEASURED` seconds."""
     import torch
 
-    from campaign.engine import clock
     from ridgeline.jobs.worker import setup
-    from ridgeline.train.trainer import Trainer
+    from ridgeline.train.trainer import StepStats, Trainer
 
     device = setup(1)
     gc.collect()  # what a line before this one held
@@ -123,16 +122,19 @@ def stepped(e: Experiment) -> Figures:
         torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(e, device)
     taken: list[float] = []
-    loss = 0.0
-    while len(taken) < e.training.steps and (len(taken) < WARM + 3 or sum(taken[WARM:]) < MEASURED):
-        start = clock()
-        loss = float(trainer.step().loss)
-        taken.append(clock() - start)
+    losses: list[float] = []
+
+    def watch(stats: StepStats) -> bool:
+        taken.append(stats.seconds)
+        losses.append(stats.loss)
+        return len(taken) >= WARM + 3 and sum(taken[WARM:]) >= MEASURED
+
+    trainer.drive(watch)
     steps = sorted(taken[min(WARM, len(taken) - 1) :])
     second = statistics.median(steps)
     found: Figures = {
-        "step_time_s": second, "tokens_per_s": e.training.batch_size * e.training.seq_len / second,
-        "quartiles_s": [steps[len(steps) // 4], steps[3 * len(steps) // 4]], "last_loss": loss,
+        "step_time_s": second, "tokens_per_s": e.batch_size * e.training.seq_len / second,
+        "quartiles_s": [steps[len(steps) // 4], steps[3 * len(steps) // 4]], "last_loss": losses[-1],
     }  # fmt: skip
     if device.type == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated()

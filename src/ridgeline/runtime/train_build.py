@@ -218,9 +218,9 @@ class Hooks:
     """Cleanup after a forward pass without a backward."""
     before_step: list[Callable[[int], None]] = field(default_factory=list)
     """Before each step, with its number."""
-    finished: Callable[[], bool] = lambda: False
+    finished: Callable[[], bool] | None = None
     """Whether training should end after this step although steps are left (a budget is spent); only rank 0's answer
-    counts."""
+    counts. None: it should not."""
     states: dict[str, Stateful] = field(default_factory=dict)
     """State that checkpoints store for techniques, by name."""
     resident: Callable[[bool], AbstractContextManager[object]] = lambda changed: nullcontext()

@@ -6,10 +6,10 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,10 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.registry import require_sides, resolve
 from ridgeline.techniques.technique import PHASES, Technique
-from ridgeline.train.loader import Loader, Prepared, prepared, send, to_device
+from ridgeline.train import step_reports
+from ridgeline.train.loader import Loader, Prepared, prepared, send
 from ridgeline.train.shared_text import shared_tokens
+from ridgeline.train.step_reports import Report
 
 
 def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:
@@ -62,19 +64,6 @@ def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[Train
         if technique is not None:
             technique.build(run)
         run.assert_trainable()
-
-
-class Report(NamedTuple):
-    """What the host reads of a step, the same on every rank."""
-
-    loss: float
-    """Over all ranks."""
-    norm: float
-    """Of the gradients, before clipping."""
-    stop: bool
-    """Whether any rank received a stop signal."""
-    finished: bool
-    """Whether rank 0 considers training done."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +120,10 @@ def whole_model(e: Experiment, device: torch.device) -> Transformer:
 
 
 class Trainer:
-    """One rank's training state. ``step()`` runs one optimizer step on the next global batch."""
+    """One rank's training state. ``step()`` runs one optimizer step on the next global batch.
+
+    ``begin()`` and ``reports()`` are its two halves: a GPU has the next step to do while the host reads of the last.
+    """
 
     def __init__(self, e: Experiment, device: torch.device | None = None, rank: int = 0, world: int = 1) -> None:
         e, techniques = resolve(e)
@@ -156,7 +148,11 @@ class Trainer:
         self.loader = Loader(lambda step: self._prepared(self.run.data.batches.batch(step)), self.device,
                              ahead=self.run.data.ahead and self.device.type == "cuda")  # fmt: skip
         self.steps_done = 0
+        """Those that have begun."""
         self.stop_requested = False
+        self._under_way: deque[tuple[int, int, Callable[[], Report]]] = deque()
+        """Number, valid tokens and report of steps that have begun."""
+        self._since = 0.0
 
     def _build(self, techniques: list[Technique]) -> TrainBuild:
         e = self.experiment
@@ -174,6 +170,14 @@ class Trainer:
         assemble(run, techniques, self._fill if lazy else None)
         run.kernels.require_used()
         return run
+
+    @property
+    def ahead(self) -> int:
+        """Steps that begin before the last one's report is read: one on a GPU, none where the host waits within a step
+        anyway, or where a report decides whether there is a next one."""
+        run = self.run
+        waits = run.update.scaler is not None or run.store is not None or run.hooks.finished is not None
+        return int(self.device.type == "cuda" and not waits)
 
     @property
     def data_digest(self) -> str:
@@ -273,35 +277,55 @@ class Trainer:
             run.update.scaler.update(finite)
         return norm, known
 
-    def step(self) -> StepStats:
-        """One optimizer step. Raises ``FloatingPointError`` on a loss that is not finite, before the next update."""
-        start = time.perf_counter()
+    def begin(self) -> None:
+        """Launch the next step; its report is for :meth:`reports`."""
+        if not self._under_way:
+            self._since = time.perf_counter()
         step = self.steps_done
         loss, valid = self.forward_backward(step)
         norm, known = self.update(step, loss)
         self.loader.queue(step + 1)
-        value, size, stop, finished = known or self.report(loss, norm)
+        report = (lambda: known) if known else self._send(loss, norm).read
+        self._under_way.append((step, valid, report))
         self.steps_done += 1
+
+    def reports(self, complete: bool = False) -> Iterator[StepStats]:
+        """Those of steps that have begun, but for the last :attr:`ahead`, which come as well if ``complete`` or if
+        training ends. Raises ``FloatingPointError`` on a loss that is not finite."""
+        while len(self._under_way) > (0 if complete else self.ahead):
+            stats = self._read()
+            complete = complete or stats.stop or stats.finished
+            yield stats
+
+    def step(self) -> StepStats:
+        """One optimizer step, with its report. Raises ``FloatingPointError`` on a loss that is not finite."""
+        self.begin()
+        return list(self.reports(complete=True))[-1]
+
+    def _read(self) -> StepStats:
+        """The report of the first step under way. Its seconds are those since it began, or since the report before."""
+        step, valid, arrived = self._under_way.popleft()
+        value, size, stop, finished = arrived()
+        before, self._since = self._since, time.perf_counter()
         if not math.isfinite(value):
             raise FloatingPointError(f"loss is {value} at step {step}")
-        return StepStats(step, value, valid, size, time.perf_counter() - start, stop, finished)
+        return StepStats(step, value, valid, size, self._since - before, stop, finished)
 
     def report(self, loss: torch.Tensor, norm: torch.Tensor) -> Report:
-        """What all ranks know of a step. The only wait for the device of a step."""
-        finished = self.rank == 0 and self.run.hooks.finished()
-        value, flags = loss.double().view(1), (self.stop_requested, finished)
-        size = norm.to(loss.device, torch.float64).view(1)  # the same on every rank
-        if self.world == 1:
-            mean, length = torch.cat([value, size]).tolist()
-            return Report(mean, length, *flags)
-        report = torch.cat([value, to_device(torch.tensor(flags, dtype=torch.float64), self.device)])
-        dist.all_reduce(report)
-        mean, stop, done, length = torch.cat([report, size]).tolist()
-        return Report(mean, length, stop > 0, done > 0)
+        """What all ranks know of a step, at its end, for which the host waits."""
+        return self._send(loss, norm).read()
+
+    def _send(self, loss: torch.Tensor, norm: torch.Tensor) -> step_reports.Sent:
+        finished = self.run.hooks.finished
+        flags = self.stop_requested, self.rank == 0 and finished is not None and finished()
+        return step_reports.send(loss, norm, flags, self.world)
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
-        """Run steps to the end of the workload, passing each to ``watch``, which returns whether to stop."""
-        for _ in range(self.workload.steps):
-            stats = self.step()
-            if watch(stats) or stats.finished:
-                break
+        """Run steps to the end of the workload, passing each to ``watch``, which returns whether to stop. One that has
+        begun by then ends, but is not passed on."""
+        for left in reversed(range(self.workload.steps)):
+            self.begin()
+            for stats in self.reports(complete=not left):
+                if watch(stats) or stats.finished:
+                    list(self.reports(complete=True))
+                    return

@@ -130,12 +130,15 @@ def _run(
     budget = Budget(trainer, options.device_memory)
     while trainer.steps_done < steps and not stopped and not finished:
         with budget.step():
-            stats = trainer.step()
-        losses.append(stats.loss)
-        seconds.append(stats.seconds)
-        stopped, finished = stats.stop, stats.finished
-        report({"step": trainer.steps_done, "steps": steps, "loss": stats.loss, "tokens": stats.tokens,
-                "seconds": stats.seconds, "grad_norm": stats.grad_norm})  # fmt: skip
+            trainer.begin()
+        due = [eval_every, save_every if out else None, copy_every if copies else None]
+        complete = trainer.steps_done == steps or any(n and trainer.steps_done % n == 0 for n in due)
+        for stats in trainer.reports(complete):
+            losses.append(stats.loss)
+            seconds.append(stats.seconds)
+            stopped, finished = stopped or stats.stop, finished or stats.finished
+            report({"step": stats.step + 1, "steps": steps, "loss": stats.loss, "tokens": stats.tokens,
+                    "seconds": stats.seconds, "grad_norm": stats.grad_norm})  # fmt: skip
         last = stopped or finished or trainer.steps_done == steps
         improved = False
         if eval_every and (trainer.steps_done % eval_every == 0 or (last and not stopped)):

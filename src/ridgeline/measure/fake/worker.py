@@ -74,9 +74,12 @@ def _training(e: Any, device: Any) -> dict[str, dict[str, Any]]:
     from ridgeline.train.trainer import Trainer
 
     trainer = Trainer(e, device)
-    trainer.step()  # which makes the optimizer's states
+    for _ in range(1 + trainer.ahead):  # the first makes the optimizer's states
+        trainer.begin()
+    list(trainer.reports())
     TRACER.reset()
-    trainer.step()
+    trainer.begin()
+    list(trainer.reports())
     return {"step": TRACER.summary() | {"labels": trainer.run.kernels.notes()}}
 
 
