@@ -409,6 +409,13 @@ def test_adapters_come_and_go_between_replays(made, folders, joined, ahead):
     engine.load_adapter("lora", folders["lora"])
     assert served("lora")[1] > 4
     assert captured
+    captured.clear()
+    engine.load_adapter("dora", folders["dora"])
+    engine.warm_up_adapters()
+    assert set(captured) < {*graphs.prompt_sizes, *graphs.decode_sizes}  # but for those above
+    assert min(served("lora", "")) > 0
+    assert served("lora")[1] > 4
+    assert not captured
     engine.close()
 
 

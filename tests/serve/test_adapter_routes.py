@@ -99,7 +99,11 @@ def test_a_folder_of_adapters_is_served_from_the_start(folder, adapter, tmp_path
 
     (tmp_path / "first").symlink_to(adapter)
     server = Running(folder, plan=["multi_adapter"])
+    order, engine = [], server.engine
+    plain, engine.warm_up_adapters = engine.load_adapter, lambda: order.append("captured")
+    engine.load_adapter = lambda name, path: order.append(name) or plain(name, path)
     server.service.load_all(tmp_path)
+    assert order == ["first", "captured"]
     server.start()
     try:
         assert [m["id"] for m in service_models(server)] == ["tiny", "first"]

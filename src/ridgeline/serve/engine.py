@@ -135,6 +135,13 @@ class Engine:
             raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
         self.adapters.unload(name)
 
+    def warm_up_adapters(self) -> None:
+        """Capture the steps with the adapters that are loaded, so that no request waits for it. Does nothing where steps
+        are not captured."""
+        if self.runner.graphs is not None:
+            self._settle()
+            self.runner.graphs.warm_up_adapted()
+
     def _unused(self, adapter: str) -> None:
         using = sum(g.request.adapter == adapter for g in self.groups.values())
         if using:

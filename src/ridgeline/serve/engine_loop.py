@@ -241,6 +241,8 @@ class EngineLoop:
                 except UserError as e:  # its folder may have gone
                     log.warning("adapter %s is not served any more: %s", name, e.what)
                     lost.append(name)
+            if len(adapters) > len(lost):
+                made.warm_up_adapters()
             self.engine, self.stats, self.asleep = made, made.stats(), False
 
         await self.ask(wake)

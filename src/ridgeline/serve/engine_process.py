@@ -218,6 +218,9 @@ class EngineProcess:
     def _call_load_adapter(self, _: Job, name: str, folder: Path, replace: bool) -> None:
         self._awake().load_adapter(name, folder, replace)
 
+    def _call_warm_up_adapters(self, _: Job) -> None:
+        self._awake().warm_up_adapters()
+
     def _call_unload_adapter(self, _: Job, name: str) -> None:
         self._awake().unload_adapter(name)
 

@@ -219,6 +219,10 @@ class RemoteEngine:
         self._call("load_adapter", name, folder, replace, patient=True)
         self._adapters.add(name)
 
+    def warm_up_adapters(self) -> None:
+        """As :meth:`ridgeline.serve.engine.Engine.warm_up_adapters`."""
+        self._call("warm_up_adapters", patient=True)
+
     def unload_adapter(self, name: str) -> None:
         """As :meth:`ridgeline.serve.engine.Engine.unload_adapter`."""
         self._call("unload_adapter", name)

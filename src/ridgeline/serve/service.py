@@ -161,6 +161,7 @@ class Service:
                 raise UserError(f"{path} has the name of the model that is served", "rename it, or --served-model-name")
             self.loop.engine.load_adapter(path.name, path)
             self.adapters[path.name] = str(path)
+        self.loop.engine.warm_up_adapters()
 
     async def load(self, name: str, path: str, replace: bool = False) -> None:
         """Serve the adapter in folder ``path`` as ``name``; ``replace``: in place of one of that name. Raises

@@ -6,8 +6,9 @@ for each sequence and steps with prompts have graphs of their own. A step smalle
 step come sequences of one token each, to a step with prompts comes one sequence with the missing tokens. Padding is
 written to a block that no sequence has, and nothing reads what is computed of it.
 
-Steps with adapters in slots have graphs of their own, which also read whose rows are whose. Each is captured when the
-first such step comes, and again when the adapters' tensors have moved.
+Steps with adapters in slots have graphs of their own, which also read whose rows are whose. They are captured with the
+adapters that a server starts with; else each when the first such step comes, and again when the adapters' tensors have
+moved.
 
 The graphs of steps with prompts share their numbers, as only one of them runs at a time. Their tables are the widest,
 of which a step sends what it has, one row behind the other, and a kernel moves the rows to their places.
@@ -308,7 +309,7 @@ class StepGraphs:
                 self._capture = self._capture or self.make()
                 self.adapted[size] = self._captured(size, self._capture, self._cuts(size))
             except RuntimeError as e:
-                self.adapted[size] = None
+                self._capture, self.adapted[size] = None, None
                 warnings.warn(f"steps with adapters run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
         return self.adapted[size] is not None
 
