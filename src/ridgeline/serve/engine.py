@@ -136,8 +136,8 @@ class Engine:
         self.adapters.unload(name)
 
     def warm_up_adapters(self) -> None:
-        """Capture the steps with the adapters that are loaded, so that no request waits for it. Does nothing where steps
-        are not captured."""
+        """Capture the steps with the adapters that are loaded, so that no request waits for it. Does nothing where
+        steps are not captured."""
         if self.runner.graphs is not None:
             self._settle()
             self.runner.graphs.warm_up_adapted()
