@@ -65,13 +65,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     run = _built(e, device, model)
     e, w = run.experiment, run.experiment.workload
     assert isinstance(w, Serve)
-    run.take_workload(w)
-    width = next(run.model.parameters()).element_size()
-    each = run.block_bytes(e.model, len(run.model.layers), run.kv_heads, width)
-    blocks, longest = 0, context(e.model, w)
-    if e.model.causal:
-        kind = "gpu" if run.device.type == "cuda" else "cpu"
-        blocks, longest = run.pool(e.model, w, each, _free(run), kind, width, e.parallel.get("tp", 1))
+    blocks, longest, each = _pool(run)
     runner = _runner(run, blocks)
     run.kernels.require_used()
     run.note_products()
@@ -105,7 +99,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
 def make_follower(e: Experiment, device: torch.device) -> RankedRunner:
     """The part of an engine that runs on a rank other than the first."""
     run = _built(e, device, None)
-    runner = _runner(run, 0)
+    runner = _runner(run, _pool(run)[0])
     assert isinstance(runner, RankedRunner)
     return runner
 
@@ -142,11 +136,37 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
         technique.serve(run)
     if run.memory is None:
         fuse_served(model, run.kernels)
+    run.take_workload(w)
     return run
 
 
+def _pool(run: ServeBuild) -> tuple[int, int, float]:
+    """Blocks of the pool, the longest prompt and output together, and bytes of a block on this rank.
+
+    Each of several ranks knows its own memory and layers; all take the smallest pool. Raises :class:`UserError`, on all
+    ranks, where one has no room.
+    """
+    e, w, model = run.experiment, run.experiment.workload, run.model
+    assert isinstance(w, Serve)
+    width = next(model.parameters()).element_size()
+    each = run.block_bytes(e.model, len(model.layers), run.kv_heads, width)
+    if not e.model.causal:
+        return 0, context(e.model, w), each
+    kind = "gpu" if run.device.type == "cuda" else "cpu"
+    own: tuple[int, int] | UserError
+    try:
+        own = run.pool(e.model, w, each, _free(run), kind, width, e.parallel.get("tp", 1))
+    except UserError as refusal:
+        own = refusal
+    found = [own] if run.mesh is None else ranks.gathered(own)
+    for rank, one in enumerate(found):
+        if isinstance(one, UserError):
+            raise one if run.mesh is None else UserError(f"rank {rank}: {one.what}", one.fix)
+    return min(blocks for blocks, _ in found), min(longest for _, longest in found), each
+
+
 def _runner(run: ServeBuild, blocks: int) -> Runner:
-    """This rank's runner; all have as many ``blocks`` as the first."""
+    """This rank's runner, with a pool of ``blocks``."""
     w = run.experiment.workload
     assert isinstance(w, Serve)
     longest, padded = context(run.experiment.model, w), run.limits.padded
@@ -164,9 +184,7 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
             drafts = 0 if run.drafts is None else run.drafts.tokens
             _capture(runner, StepGraphs(runner, blocks, run.limits, longest, CudaCapture, drafts))
         return runner
-    counts = [blocks]
-    dist.broadcast_object_list(counts)
-    ranked = RankedRunner(run.mesh, run.model, counts[0] * run.block_size, run.block_size, longest, run.cache_kind,
+    ranked = RankedRunner(run.mesh, run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind,
                           kv_heads=run.kv_heads, padded=padded, kernels=run.kernels)  # fmt: skip
     ranked.followers = run.followers
     ranked.decoder = find_decoder(run.model)
@@ -226,6 +244,7 @@ def _free(run: ServeBuild) -> float:
     held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*run.model.parameters(), *run.buffers)}
     device, limit = run.device, run.experiment.cluster.device.memory_bytes - sum(held.values())
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # of whole weights, where a rank keeps a part, and of those that were merged
         return min(torch.cuda.mem_get_info(device)[0], limit)
     free: float = psutil.virtual_memory().available - run.model.mapped_bytes
     return min(free, limit)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 
 from ridgeline.imports import uncollected
@@ -143,12 +144,23 @@ def join(meet: Path, rank: int, ranks: int) -> torch.device:
     return device
 
 
+def gathered(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks, in their order; all call it at once."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def follow(make: Callable[[Experiment, torch.device], RankedRunner], path: str, meet: str, rank: str) -> None:
     """The main function of ranks other than the first."""
     e = Experiment.model_validate_json(Path(path).read_text(encoding="utf-8"))
     device = join(Path(meet), int(rank), e.world)
-    with contextlib.suppress(RuntimeError):  # rank 0 has exited, and reports the reason
+    try:
         make(e, device).follow()
+    except UserError as refusal:
+        print(f"rank {rank}: {refusal}", file=sys.stderr)
+    except RuntimeError:
+        pass  # rank 0 has exited, and reports the reason
     dist.destroy_process_group()
 
 
