@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,8 +32,9 @@ from ridgeline.jobs.launch import free_port, rank_environment
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.serve.block_manager import Copy
 from ridgeline.serve.rank_channel import RankLost, connect
-from ridgeline.serve.runner import Runner
+from ridgeline.serve.runner import PackedStep, Runner
 from ridgeline.serve.sequence import Sequence
+from ridgeline.serve.step_graphs import Size
 from ridgeline.serve.step_message import pack, unpack
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
@@ -57,28 +59,51 @@ class RankedRunner(Runner):
         """Ranks of one stage."""
         self.followers: list[subprocess.Popen[bytes]] = []
         self.channel = connect()
+        self._over = threading.Event()
+        """Set when there are no more steps."""
 
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
         """A step on all ranks. Raises :class:`RankLost` when one does not take part."""
         step = self.describe(batch, copies)
+        step.graph = super().captured(step)
         try:
             self.channel.send(pack(step))
             return self.execute(step)
         except Exception as e:
             # Whatever it was, the ranks are out of sync now.
+            self._over.set()
             time.sleep(0.2)
             dead = [i + 1 for i, f in enumerate(self.followers) if f.poll() is not None]
             who = f"rank {dead[0]} died" if dead else f"{type(e).__name__}: {e}"
             raise RankLost(f"a step failed on {dist.get_world_size()} ranks: {who}") from e
+
+    def captured(self, step: PackedStep) -> Size | None:
+        """What rank 0 has found: all replay the same, or launch the same."""
+        return step.graph
 
     def follow(self) -> None:
         """Run the steps that rank 0 sends until it stops. Raises :class:`RankLost` when it has gone."""
         while (message := self.channel.receive()) != STOP:
             self.execute(unpack(message))
         self.channel.close()
+        self.graphs = None  # NCCL waits for graphs with its sums before it ends
+
+    def watch(self) -> None:
+        """End this process if a rank dies and the step that it leaves does not end: a GPU waits for ever for a sum in a
+        graph, and PyTorch, which ends processes whose sums take too long, does not know of it."""
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(1.0):
+            dead = [i + 1 for i, f in enumerate(self.followers) if f.poll() is not None]
+            if dead and not self._over.wait(WAIT.total_seconds()):
+                print(f"rank {dead[0]} died, and a step waits for it", file=sys.stderr, flush=True)
+                os._exit(1)
 
     def close(self) -> None:
         """Stop the other ranks."""
+        self._over.set()
+        self.graphs = None
         if dist.get_rank() == 0:
             with contextlib.suppress(RankLost):  # they have exited
                 self.channel.send(STOP)
@@ -92,6 +117,9 @@ class RankedRunner(Runner):
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
         """Through all stages, one after the other, and back to rank 0; on other ranks the result is meaningless."""
         rank = dist.get_rank()
+        if self.stages == 1:
+            x, update = self._through(self.embed(ids, at), at)
+            return self.norm(x, update)[0] if rank == 0 else x[0]
         if self.stage == 0:
             x = self.embed(ids, at)
         else:
@@ -101,9 +129,9 @@ class RankedRunner(Runner):
         x = self.layers(x, at)
         if self.stage < self.stages - 1:
             dist.send(x.contiguous(), rank + self.width)
-        elif rank == self.width * (self.stages - 1) and rank:
+        elif rank == self.width * (self.stages - 1):
             dist.send(x.contiguous(), 0)
-        if rank == 0 and self.stages > 1:
+        if rank == 0:
             dist.recv(x := torch.empty_like(x), self.width * (self.stages - 1))
         return self.norm(x)[0] if rank == 0 else x[0]
 
@@ -160,7 +188,8 @@ def follow(make: Callable[[Experiment, torch.device], RankedRunner], path: str, 
     except UserError as refusal:
         print(f"rank {rank}: {refusal}", file=sys.stderr)
     except RuntimeError:
-        pass  # rank 0 has exited, and reports the reason
+        # Rank 0 has exited, and reports the reason; a GPU may wait for its part of a sum, and the group's end for that.
+        os._exit(1)
     dist.destroy_process_group()
 
 
