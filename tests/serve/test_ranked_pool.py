@@ -5,9 +5,13 @@ import torch
 from tests.serve.test_divided import PP, SERVED, TP, experiment, serve
 from tests.world import world
 
+from ridgeline.experiments import make
+from ridgeline.predict.serving.arrivals import requests
+from ridgeline.predict.serving.simulate import setup_of, surface_of
 from ridgeline.serve import build_engine
 from ridgeline.serve.build_engine import make_engine, make_follower
 from ridgeline.spec.errors import UserError
+from ridgeline.techniques.registry import resolve
 
 BLOCK = 2048
 """Bytes of a block on a rank: of one of two heads, or of one of two layers."""
@@ -75,3 +79,29 @@ def test_a_rank_without_room_is_told_of_by_all(poor):
     free[poor] = 1.0
     said = world(2).run(built, plans(TP), free)
     assert said[0] == said[1] == f"rank {poor}: the key/value pool has room for 0 blocks of {BLOCK} bytes"
+
+
+def predicted(e):
+    """Blocks of the predicted pool."""
+    e, techniques = resolve(e)
+    arrivals = requests(e.workload)
+    return setup_of(surface_of(e, techniques, arrivals), techniques, e.workload, arrivals)[0].blocks
+
+
+def test_the_predicted_pool_of_uneven_stages_is_theirs():
+    e = plans(PP, model={"num_layers": 3}, kv_cache_bytes=16 * BLOCK, engine="ridgeline", concurrency=1, requests=1)
+    assert predicted(e) == 8
+
+
+@pytest.mark.parametrize("layers", [(16, 16), (18, 14), (10, 22)])
+def test_the_stage_with_least_memory_decides_in_predictions(layers):
+    """The first one has the embedding and the head, too."""
+    work = {"kind": "serve", "engine": "ridgeline", "max_num_seqs": 4096, "concurrency": 1, "requests": 1}
+    e = make("llama3.1-8b", "2xa100-40g", work, [*SERVED, f"pipeline:degree=2,layers={layers[0]}+{layers[1]}"])
+    m, device = e.model, e.cluster.device
+    h, f, kv = m.hidden_size, m.intermediate_size, m.num_kv_heads * m.head_dim
+    layer, outside = 2 * (2 * h * h + 2 * h * kv + 3 * h * f + 2 * h), 2 * (2 * m.vocab_size * h + h)
+    room = [device.memory_bytes - device.reserved_bytes - layer * n for n in layers]
+    room[0] -= outside
+    blocks = [0.9 * r / (16 * n * 2 * kv * 2) for r, n in zip(room, layers, strict=True)]
+    assert predicted(e) == int(min(blocks))
