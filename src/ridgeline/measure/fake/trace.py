@@ -61,7 +61,7 @@ def trace(
     ``sampling`` and ``sequences`` apply to serving, one entry per experiment: its sampling parameters (default: greedy)
     and the maximum number of sequences in a step (default: 8).
 
-    Of a tensor-parallel server rank 0 is traced, whose sums over the ranks are a launch each.
+    Of a tensor-parallel server rank 0 is traced; an all-reduce counts as one launch.
 
     Kernels are those that an H100 gets, or one of its size of the GPU's architecture, where that is Ampere, Ada or
     Blackwell. Raises :class:`UserError` where there is no compiler,
