@@ -57,17 +57,19 @@ def serving(rank, e, graphs, failing=(), where=""):
         except UserError as refusal:
             return refusal.what
         ranked = made if rank else made.runner
-        sizes, replayed = list(ranked.graphs.graphs) if ranked.graphs else [], []
+        held = ranked.graphs.graphs if ranked.graphs else {}
+        sizes, replayed = list(held), []
         if sizes:
             plain = ranked.graphs.run
             ranked.graphs.run = lambda step, size: replayed.append((len(step.ids), size)) or plain(step, size)
         heard = [str(w.message) for w in said if "CUDA graphs" in str(w.message)]
         if rank:
             ranked.follow()
+            assert not held  # NCCL would wait for them
             return sizes, replayed, heard
         tokens = run(made, *requests())[0]
         made.close()
-        assert ranked.graphs is None
+        assert not held
         return sizes, replayed, heard, tokens
 
 

@@ -157,7 +157,7 @@ def _pool(run: ServeBuild) -> tuple[int, int, float]:
     if not e.model.causal:
         return 0, context(e.model, w), each
     kind = "gpu" if run.device.type == "cuda" else "cpu"
-    if run.mesh is not None:  # the sum's buffers, hundreds of megabytes of NCCL's, are not the pool's
+    if run.mesh is not None:  # NCCL's buffers, hundreds of megabytes, are not the pool's
         dist.all_reduce(torch.zeros(1, device=run.device), group=run.mesh.group("inner", "tp"))
     own, refusal = (0, 0), None
     try:

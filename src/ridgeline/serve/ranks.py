@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +61,7 @@ class RankedRunner(Runner):
         self.followers: list[subprocess.Popen[bytes]] = []
         self.channel = connect()
         self._over = threading.Event()
-        """Set when there are no more steps."""
+        """Set when there are no more steps, as the engine was closed or one has failed."""
 
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
         """A step on all ranks. Raises :class:`RankLost` when one does not take part."""
@@ -86,24 +87,33 @@ class RankedRunner(Runner):
         while (message := self.channel.receive()) != STOP:
             self.execute(unpack(message))
         self.channel.close()
-        self.graphs = None  # NCCL waits for graphs with its sums before it ends
+        self._drop_graphs()
 
     def watch(self) -> None:
-        """End this process if a rank dies and the step that it leaves does not end: a GPU waits for ever for a sum in a
-        graph, and PyTorch, which ends processes whose sums take too long, does not know of it."""
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        """For captured steps: end this process when a rank has died and no step has failed by that, as a GPU waits for
+        ever for an all-reduce in a graph, of which PyTorch's watchdog does not know. And drop the graphs before the
+        process ends: NCCL waits for those that have its operations."""
+        assert self.graphs is not None
+        weakref.finalize(self, self.graphs.graphs.clear)
+        if self.followers:
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def _drop_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.graphs.clear()
+        self.graphs = None
 
     def _watch(self) -> None:
         while not self._over.wait(1.0):
             dead = [i + 1 for i, f in enumerate(self.followers) if f.poll() is not None]
             if dead and not self._over.wait(WAIT.total_seconds()):
-                print(f"rank {dead[0]} died, and a step waits for it", file=sys.stderr, flush=True)
+                print(f"rank {dead[0]} died: the engine ends", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def close(self) -> None:
         """Stop the other ranks."""
         self._over.set()
-        self.graphs = None
+        self._drop_graphs()
         if dist.get_rank() == 0:
             with contextlib.suppress(RankLost):  # they have exited
                 self.channel.send(STOP)
