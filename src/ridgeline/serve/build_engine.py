@@ -223,6 +223,9 @@ def _capture(runner: Runner, graphs: StepGraphs, group: ProcessGroup | None = No
         warnings.warn(f"steps run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
     else:
         runner.graphs = graphs
+    finally:
+        if runner.graphs is None:
+            graphs.graphs.clear()  # also where an exception keeps them: NCCL waits for graphs with its operations
     torch.cuda.empty_cache()  # of what was run beside the main stream before it was captured
 
 
