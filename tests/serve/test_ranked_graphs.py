@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from tests.gpu.test_graphs import Recorder, reference, requests
+from tests.gpu.test_graphs import Recorder, drafted, reference, requests
 from tests.serve.test_divided import SERVED, TP, experiment
 from tests.serving import run
 from tests.world import world
@@ -17,6 +17,7 @@ from tests.world import world
 from ridgeline.nn.kernels import native, paged_store
 from ridgeline.nn.model.moe import Experts
 from ridgeline.serve import build_engine, runner, step_graphs
+from ridgeline.serve.drafting import Drafting
 from ridgeline.spec.errors import UserError
 
 CPU = torch.device("cpu")
@@ -61,16 +62,24 @@ def serving(rank, e, graphs, failing=(), where=""):
         sizes, replayed = list(held), []
         if sizes:
             plain = ranked.graphs.run
-            ranked.graphs.run = lambda step, size: replayed.append((len(step.ids), size)) or plain(step, size)
+            ranked.graphs.run = lambda step, size: replayed.append((counts(step), size)) or plain(step, size)
         heard = [str(w.message) for w in said if "CUDA graphs" in str(w.message)]
         if rank:
             ranked.follow()
             assert not held  # NCCL would wait for them
             return sizes, replayed, heard
+        if made.drafter is not None:
+            made.drafter = Drafting(drafted, 3)
+            made.drafter.observe = lambda *_: None  # which would switch them off by the clock
         tokens = run(made, *requests())[0]
         made.close()
         assert not held
         return sizes, replayed, heard, tokens
+
+
+def counts(step):
+    """New tokens of each of its sequences."""
+    return [p.stop - p.start for p in step.pieces]
 
 
 def on_gpu(patch, graphs, part, where):
@@ -91,9 +100,9 @@ def on_gpu(patch, graphs, part, where):
     patch.setattr(build_engine, "_runner", runner_on_gpu)
 
 
-def plan(**model):
-    return experiment("paged_kv:block_size=4", *SERVED[1:], TP, model=model, max_num_seqs=4, max_num_batched_tokens=20,
-                      kv_cache_bytes=1 << 16)  # fmt: skip
+def plan(*more, **model):
+    return experiment("paged_kv:block_size=4", *SERVED[1:], TP, *more, model=model, max_num_seqs=4,
+                      max_num_batched_tokens=20, kv_cache_bytes=1 << 16)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +118,10 @@ def test_replayed_steps_of_ranks_give_the_same_tokens(wanted):
     assert tokens == wanted
     assert follower == (sizes, replayed, heard)
     assert heard == []
-    decoding = [(n, size.tokens) for n, size in replayed if not size.prompts]
+    decoding = [(sum(new), size.tokens) for new, size in replayed if not size.prompts]
     assert {1, 3, 4} <= {n for n, _ in decoding}
     assert (3, 4) in decoding  # with a pad
-    prompts = [(n, size.tokens) for n, size in replayed if size.prompts]
+    prompts = [(sum(new), size.tokens) for new, size in replayed if size.prompts]
     assert {n == most for n, most in prompts} == {True, False}
 
 
@@ -122,6 +131,15 @@ def test_replayed_steps_of_divided_experts_give_the_same_tokens():
     assert tokens == world(2).run(serving, e, False)[0][3]
     assert follower[:2] == (sizes, replayed)
     assert len(replayed) > 10
+
+
+def test_replayed_steps_of_ranks_check_drafts(wanted):
+    (sizes, replayed, _, tokens), follower = world(2).run(serving, plan("speculative:tokens=3"), True)
+    assert tokens == wanted
+    assert follower[:2] == (sizes, replayed)
+    checked = [size for new, size in replayed if 1 < max(new) <= 4]  # a draft and the token before it
+    assert len(checked) > 3
+    assert any(size.decoding for size in checked)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
