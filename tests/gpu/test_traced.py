@@ -74,6 +74,7 @@ OWN = {
 }
 """The same of what PyTorch's flash kernel does not have."""
 EXPERTS = ("mxfp4", "rtn:bits=4,group_size=32", "fp8")
+ON_RANKS = ("serve", "serve int4", "serve fp8", "serve moe")
 SAMPLED = {
     "filters": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
     "penalties": {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
@@ -97,6 +98,8 @@ def traced(once, tmp_path_factory):
     given |= {n: training("llama-mini", LOW, text, *more, **changes) for n, (more, changes) in masked.items()}
     given |= {f"sequences {n}": serving("llama-mini", max_num_seqs=n) for n in (1, 2)}
     given["one sequence fp8"] = serving("llama-mini", "fp8", max_num_seqs=1)
+    given |= {f"{n} on two ranks": serving(m, *p, "tensor_parallel:degree=2", on="2xh100-sxm")
+              for n, (m, p, _) in BUDGETS.items() if n in ON_RANKS}  # fmt: skip
     given["own products"] = serving("llama-mini", kernels={"dense": "ridgeline"})
     given |= {name: serving("llama-mini", *["speculative"] * name.startswith("drafts")) for name in SAMPLED}
     given["compress"] = make("llama-mini", "h100-sxm", {"kind": "compress", "seq_len": 64},
@@ -167,6 +170,19 @@ def test_adapters_are_two_kernels_behind_each_merged_product(traced, name):
     base = traced[name.replace(" adapters", "")]["decode"]
     assert step.replayed == base.replayed + 16
     assert step.launches == base.launches
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_a_rank_replays_its_part_with_two_sums_a_layer(traced, name):
+    """Kernel by kernel what one GPU does, and the sums, none of which the host launches. Its steps are not launched
+    ahead: each waits for its own tokens."""
+    for step in ("prefill", "decode"):
+        found, whole = traced[f"{name} on two ranks"][step], traced[name][step]
+        assert found.kernels == whole.kernels | {"allreduce_": 2 * 2}
+        assert "allreduce_" not in found.operators
+        assert found.launches <= whole.launches
+        assert not found.wrong
+        assert found.waited == 1
 
 
 def test_one_sequence_is_multiplied_by_the_kernel_for_one_row(traced):
@@ -358,3 +374,5 @@ def test_compiled_blocks_are_not_traced():
 def test_what_cannot_be_traced_is_said():
     with pytest.raises(UserError, match="cannot be traced without them"):
         trace([make("llama-mini", "4xh100-sxm", {"kind": "pretrain", "data": "x", "seq_len": 64}, ["data_parallel"])])
+    with pytest.raises(UserError, match="cannot be traced without them"):
+        trace([serving("llama-mini", "pipeline:degree=2", on="2xh100-sxm")])

@@ -168,6 +168,24 @@ def test_the_own_engine_dispatches_what_it_does_not_capture(model, sequences, pr
     assert (step >= own.dispatch_s * (1 - 1e-9)) is not captured
 
 
+@pytest.mark.parametrize(("model", "plan", "captured"), [
+    ("llama3.1-8b", ["tensor_parallel:degree=2"], True), ("mixtral-8x7b", ["tensor_parallel:degree=2"], True),
+    ("llama3.1-8b", ["pipeline:degree=2"], False), ("mixtral-8x7b", ["expert_parallel:degree=2"], False),
+    ("llama3.1-8b", ["tensor_parallel:degree=2", "pipeline:degree=2"], False),
+    ("deepseek-v2-lite", ["tensor_parallel:degree=2"], False),
+])  # fmt: skip
+def test_the_own_engine_captures_steps_of_tensor_parallel_ranks(model, plan, captured):
+    """Not of stages, nor of experts of which each rank has some (``tests/gpu/test_traced.py``)."""
+    workload = {"kind": "serve", "concurrency": 1, "requests": 1, "engine": OWN}
+    e = experiments.make(model, f"{2 ** len(plan)}xh100-sxm", workload, [*default_plan("serve"), *plan])
+    e, techniques = resolve(e)
+    slow = replace(find_engine(OWN, e.cluster.device), dispatch_s=1e-3, iteration_s=0.0, sequence_s=0.0)
+    own = Iterations(e, techniques, e.cluster, slow, (512, 576))
+    assert own.dispatch_s > 0.2
+    for prompts in ([], [(300, 0)]):
+        assert (own.mixed(prompts, 8, 544 * 8) >= own.dispatch_s * (1 - 1e-9)) is not captured
+
+
 @pytest.mark.parametrize(("sequences", "tree", "captured"), [(1, False, True), (600, False, False), (1, True, False)])
 def test_the_own_engine_dispatches_trees_of_drafts(sequences, tree, captured):
     """And chains of more tokens than were captured."""

@@ -12,6 +12,7 @@ from ridgeline.nn.memory.kv_pool import Piece
 from ridgeline.serve import rank_channel
 from ridgeline.serve.rank_channel import CHUNK, CHUNKS, Broadcast, RankLost, RingReader, RingWriter
 from ridgeline.serve.runner import PackedStep
+from ridgeline.serve.step_graphs import Size
 from ridgeline.serve.step_message import pack, unpack
 
 
@@ -25,7 +26,9 @@ def steps():
             table = array("i", [draw.randrange(1 << 30) for _ in range(draw.randrange(5))])
             pieces.append(Piece(i, i + 1, spans, bool(i % 2), draw.randrange(99), table))
         numbers = [[draw.randrange(1 << 40) for _ in range(tokens)] for _ in range(4)]
-        yield PackedStep([(3, 4), (9, 1)][: tokens - 1], *numbers[:3], pieces, numbers[3] if tokens > 1 else [])
+        step = PackedStep([(3, 4), (9, 1)][: tokens - 1], *numbers[:3], pieces, numbers[3] if tokens > 1 else [])
+        step.graph = Size(8, 8, 0, 64) if tokens > 1 else None
+        yield step
 
 
 def test_a_message_says_all_of_a_step():

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from tests.serving import greedy, model
 
 from ridgeline import catalog
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from ridgeline.serve import ranks
 from ridgeline.serve.build_engine import load_engine
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.techniques.registry import default_plan
@@ -70,3 +74,24 @@ def test_a_rank_that_is_killed_is_told_of(tmp_path):
     save_checkpoint(model(dtype=torch.float32), tmp_path)
     said = serve(tmp_path, "tensor_parallel:degree=2", kill=True)
     assert "rank 1 died" in said["lost"]
+
+
+def waiting(send, folder):
+    """Wait in a step for a rank that has died, as for a sum in a CUDA graph: its engine's process must end."""
+    ranks.WAIT = timedelta(seconds=1)
+    engine = load_engine(folder, [*default_plan("serve"), "tensor_parallel:degree=2"], kv_cache_bytes=1 << 20)
+    engine.runner.graphs = SimpleNamespace(graphs={})
+    engine.runner.watch()
+    time.sleep(3)
+    send("goes on")
+    os.kill(engine.runner.followers[0].pid, signal.SIGKILL)
+    time.sleep(60)
+    send("has waited")
+
+
+def test_a_step_that_waits_for_a_dead_rank_ends_the_process(tmp_path):
+    save_checkpoint(model(dtype=torch.float32), tmp_path)
+    fork = Fork(waiting, tmp_path)
+    assert fork.answer() == "goes on"
+    assert fork.wait(60) == 1
+    assert "rank 1 died: the engine ends" in fork.errors()

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ridgeline import catalog
 from ridgeline.nn.adapters.lora_slots import LoraSlots
@@ -28,6 +29,7 @@ from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.serve_build import Drafts, ServeBuild
 from ridgeline.serve import ranks
 from ridgeline.serve.adapter_table import AdapterTable
+from ridgeline.serve.agreed_capture import AgreedCapture, host_group, require_same
 from ridgeline.serve.batching import measure_costs, measure_task
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.draft_tree import Draft
@@ -65,13 +67,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     run = _built(e, device, model)
     e, w = run.experiment, run.experiment.workload
     assert isinstance(w, Serve)
-    run.take_workload(w)
-    width = next(run.model.parameters()).element_size()
-    each = run.block_bytes(e.model, len(run.model.layers), run.kv_heads, width)
-    blocks, longest = 0, context(e.model, w)
-    if e.model.causal:
-        kind = "gpu" if run.device.type == "cuda" else "cpu"
-        blocks, longest = run.pool(e.model, w, each, _free(run), kind, width, e.parallel.get("tp", 1))
+    blocks, longest, each = _pool(run)
     runner = _runner(run, blocks)
     run.kernels.require_used()
     run.note_products()
@@ -105,7 +101,9 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
 def make_follower(e: Experiment, device: torch.device) -> RankedRunner:
     """The part of an engine that runs on a rank other than the first."""
     run = _built(e, device, None)
-    runner = _runner(run, 0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*without CUDA graphs")  # of which rank 0 warns
+        runner = _runner(run, _pool(run)[0])
     assert isinstance(runner, RankedRunner)
     return runner
 
@@ -142,35 +140,66 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
         technique.serve(run)
     if run.memory is None:
         fuse_served(model, run.kernels)
+    run.take_workload(w)
     return run
 
 
+def _pool(run: ServeBuild) -> tuple[int, int, float]:
+    """Blocks of the pool, the longest prompt and output together, and bytes of a block on this rank.
+
+    Each of several ranks knows its own memory and layers; all take the smallest pool. Raises :class:`UserError`, on all
+    ranks, where one has no room.
+    """
+    e, w, model = run.experiment, run.experiment.workload, run.model
+    assert isinstance(w, Serve)
+    width = next(model.parameters()).element_size()
+    each = run.block_bytes(e.model, len(model.layers), run.kv_heads, width)
+    if not e.model.causal:
+        return 0, context(e.model, w), each
+    kind = "gpu" if run.device.type == "cuda" else "cpu"
+    if run.mesh is not None:  # NCCL's buffers, hundreds of megabytes, are not the pool's
+        dist.all_reduce(torch.zeros(1, device=run.device), group=run.mesh.group("inner", "tp"))
+    own, refusal = (0, 0), None
+    try:
+        own = run.pool(e.model, w, each, _free(run), kind, width, e.parallel.get("tp", 1))
+    except UserError as why:
+        if run.mesh is None:
+            raise
+        refusal = why
+    found = [(own, refusal)] if run.mesh is None else ranks.gathered((own, refusal))
+    for rank, (_, one) in enumerate(found):
+        if one is not None:
+            raise UserError(f"rank {rank}: {one.what}", one.fix)
+    return min(blocks for (blocks, _), _ in found), min(longest for (_, longest), _ in found), each
+
+
 def _runner(run: ServeBuild, blocks: int) -> Runner:
-    """This rank's runner; all have as many ``blocks`` as the first."""
+    """This rank's runner, with a pool of ``blocks``."""
     w = run.experiment.workload
     assert isinstance(w, Serve)
     longest, padded = context(run.experiment.model, w), run.limits.padded
-    if run.mesh is None:
-        graphs = run.captured and run.device.type == "cuda" and blocks > 0
-        slots = (blocks + graphs) * run.block_size  # a block for padding of captured steps
-        runner = Runner(run.model, slots, run.block_size, longest, run.cache_kind, padded=padded,
-                        kernels=run.kernels)  # fmt: skip
+    graphs = run.captured and run.device.type == "cuda" and blocks > 0
+    slots = (blocks + graphs) * run.block_size  # a block for padding of captured steps
+    given = run.model, slots, run.block_size, longest, run.cache_kind
+    runner: Runner
+    if run.mesh is not None:
+        runner = RankedRunner(run.mesh, *given, kv_heads=run.kv_heads, padded=padded, kernels=run.kernels)
+        runner.followers = run.followers
+    else:
+        runner = Runner(*given, padded=padded, kernels=run.kernels)
         runner.slots = _slots(run) if run.adapters else None
-        if run.memory is not None:
-            runner.compute = run.memory(runner.compute, runner.layout, run.device)
-        elif not run.adapters:
-            runner.decoder = find_decoder(run.model)
-        if graphs and runner.layout.whole is not None:
-            drafts = 0 if run.drafts is None else run.drafts.tokens
-            _capture(runner, StepGraphs(runner, blocks, run.limits, longest, CudaCapture, drafts))
-        return runner
-    counts = [blocks]
-    dist.broadcast_object_list(counts)
-    ranked = RankedRunner(run.mesh, run.model, counts[0] * run.block_size, run.block_size, longest, run.cache_kind,
-                          kv_heads=run.kv_heads, padded=padded, kernels=run.kernels)  # fmt: skip
-    ranked.followers = run.followers
-    ranked.decoder = find_decoder(run.model)
-    return ranked
+    if run.memory is not None and run.mesh is None:
+        runner.compute = run.memory(runner.compute, runner.layout, run.device)
+    elif not run.adapters:
+        runner.decoder = find_decoder(run.model)
+    if graphs and runner.layout.whole is not None:
+        group = None if run.mesh is None else host_group()
+        make = CudaCapture if group is None else lambda: AgreedCapture(CudaCapture(), group)
+        drafts = 0 if run.drafts is None else run.drafts.tokens
+        _capture(runner, StepGraphs(runner, blocks, run.limits, longest, make, drafts), group)
+        if isinstance(runner, RankedRunner) and runner.graphs is not None:
+            runner.watch()
+    return runner
 
 
 def _slots(run: ServeBuild) -> LoraSlots | None:
@@ -183,14 +212,20 @@ def _slots(run: ServeBuild) -> LoraSlots | None:
     return slots if settle_lora(slots, run.kernels) else None
 
 
-def _capture(runner: Runner, graphs: StepGraphs) -> None:
-    """Capture steps before the engine is ready; where that cannot be, they stay as they are."""
+def _capture(runner: Runner, graphs: StepGraphs, group: ProcessGroup | None = None) -> None:
+    """Capture steps before the engine is ready; where that cannot be, they stay as they are. ``group``: of all ranks,
+    which then do the same."""
     try:
+        if group is not None:
+            require_same(graphs, group)
         graphs.warm_up()
     except RuntimeError as e:
         warnings.warn(f"steps run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
     else:
         runner.graphs = graphs
+    finally:
+        if runner.graphs is None:
+            graphs.graphs.clear()  # also where an exception keeps them: NCCL waits for graphs with its operations
     torch.cuda.empty_cache()  # of what was run beside the main stream before it was captured
 
 
@@ -226,6 +261,7 @@ def _free(run: ServeBuild) -> float:
     held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*run.model.parameters(), *run.buffers)}
     device, limit = run.device, run.experiment.cluster.device.memory_bytes - sum(held.values())
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # of whole weights, where a rank keeps a part, and of those that were merged
         return min(torch.cuda.mem_get_info(device)[0], limit)
     free: float = psutil.virtual_memory().available - run.model.mapped_bytes
     return min(free, limit)

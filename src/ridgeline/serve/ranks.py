@@ -14,7 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 
 from ridgeline.imports import uncollected
@@ -30,8 +33,9 @@ from ridgeline.jobs.launch import free_port, rank_environment
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.serve.block_manager import Copy
 from ridgeline.serve.rank_channel import RankLost, connect
-from ridgeline.serve.runner import Runner
+from ridgeline.serve.runner import PackedStep, Runner
 from ridgeline.serve.sequence import Sequence
+from ridgeline.serve.step_graphs import Size
 from ridgeline.serve.step_message import pack, unpack
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
@@ -56,28 +60,60 @@ class RankedRunner(Runner):
         """Ranks of one stage."""
         self.followers: list[subprocess.Popen[bytes]] = []
         self.channel = connect()
+        self._over = threading.Event()
+        """Set when there are no more steps, as the engine was closed or one has failed."""
 
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
         """A step on all ranks. Raises :class:`RankLost` when one does not take part."""
         step = self.describe(batch, copies)
+        step.graph = super().captured(step)
         try:
             self.channel.send(pack(step))
             return self.execute(step)
         except Exception as e:
             # Whatever it was, the ranks are out of sync now.
+            self._over.set()
             time.sleep(0.2)
             dead = [i + 1 for i, f in enumerate(self.followers) if f.poll() is not None]
             who = f"rank {dead[0]} died" if dead else f"{type(e).__name__}: {e}"
             raise RankLost(f"a step failed on {dist.get_world_size()} ranks: {who}") from e
+
+    def captured(self, step: PackedStep) -> Size | None:
+        """What rank 0 has found: all replay the same, or launch the same."""
+        return step.graph
 
     def follow(self) -> None:
         """Run the steps that rank 0 sends until it stops. Raises :class:`RankLost` when it has gone."""
         while (message := self.channel.receive()) != STOP:
             self.execute(unpack(message))
         self.channel.close()
+        self._drop_graphs()
+
+    def watch(self) -> None:
+        """For captured steps: end this process when a rank has died and no step has failed by that, as a GPU waits for
+        ever for an all-reduce in a graph, of which PyTorch's watchdog does not know. And drop the graphs before the
+        process ends: NCCL waits for those that have its operations."""
+        assert self.graphs is not None
+        weakref.finalize(self, self.graphs.graphs.clear)
+        if self.followers:
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def _drop_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.graphs.clear()
+        self.graphs = None
+
+    def _watch(self) -> None:
+        while not self._over.wait(1.0):
+            dead = [i + 1 for i, f in enumerate(self.followers) if f.poll() is not None]
+            if dead and not self._over.wait(WAIT.total_seconds()):
+                print(f"rank {dead[0]} died: the engine ends", file=sys.stderr, flush=True)
+                os._exit(1)
 
     def close(self) -> None:
         """Stop the other ranks."""
+        self._over.set()
+        self._drop_graphs()
         if dist.get_rank() == 0:
             with contextlib.suppress(RankLost):  # they have exited
                 self.channel.send(STOP)
@@ -91,6 +127,9 @@ class RankedRunner(Runner):
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
         """Through all stages, one after the other, and back to rank 0; on other ranks the result is meaningless."""
         rank = dist.get_rank()
+        if self.stages == 1:
+            x, update = self._through(self.embed(ids, at), at)
+            return self.norm(x, update)[0] if rank == 0 else x[0]
         if self.stage == 0:
             x = self.embed(ids, at)
         else:
@@ -100,9 +139,9 @@ class RankedRunner(Runner):
         x = self.layers(x, at)
         if self.stage < self.stages - 1:
             dist.send(x.contiguous(), rank + self.width)
-        elif rank == self.width * (self.stages - 1) and rank:
+        elif rank == self.width * (self.stages - 1):
             dist.send(x.contiguous(), 0)
-        if rank == 0 and self.stages > 1:
+        if rank == 0:
             dist.recv(x := torch.empty_like(x), self.width * (self.stages - 1))
         return self.norm(x)[0] if rank == 0 else x[0]
 
@@ -143,12 +182,24 @@ def join(meet: Path, rank: int, ranks: int) -> torch.device:
     return device
 
 
+def gathered(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks, in their order; all call it at once."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def follow(make: Callable[[Experiment, torch.device], RankedRunner], path: str, meet: str, rank: str) -> None:
     """The main function of ranks other than the first."""
     e = Experiment.model_validate_json(Path(path).read_text(encoding="utf-8"))
     device = join(Path(meet), int(rank), e.world)
-    with contextlib.suppress(RuntimeError):  # rank 0 has exited, and reports the reason
+    try:
         make(e, device).follow()
+    except UserError as refusal:
+        print(f"rank {rank}: {refusal}", file=sys.stderr)
+    except RuntimeError:
+        # Rank 0 has exited, and reports the reason; a GPU may wait for its part of a sum, and the group's end for that.
+        os._exit(1)
     dist.destroy_process_group()
 
 

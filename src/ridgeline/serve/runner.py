@@ -39,7 +39,7 @@ from ridgeline.nn.model.transformer import Transformer, TransformerBlock
 from ridgeline.serve.block_manager import Copy, runs
 from ridgeline.serve.draft_tree import tree_paths
 from ridgeline.serve.sequence import Sequence
-from ridgeline.serve.step_graphs import StepGraphs
+from ridgeline.serve.step_graphs import Size, StepGraphs
 from ridgeline.spec.scheduling import WIDEST_HEAD
 
 NO_MASK = Mask(None, False)
@@ -108,6 +108,8 @@ class PackedStep:
     """int64, on the device: what the step before has chosen."""
     segments: list[Segment] | None = field(default_factory=list)
     """The rows with an adapter in a slot; None: some have one that is in none."""
+    graph: Size | None = None
+    """The captured step that all ranks of a divided model replay; None: they launch its operators."""
 
     def fill(self, ids: Tensor) -> None:
         """Write the late tokens into ``ids`` [T] on the device; the host waits for nothing."""
@@ -304,11 +306,16 @@ class Runner:
             self.after_pass(step, hidden)
         return hidden
 
-    def _execute(self, step: PackedStep, arranged: Arranged | None) -> Tensor:
+    def captured(self, step: PackedStep) -> Size | None:
+        """The captured step that is replayed for ``step``; None: its operators are launched."""
         graphs = self.graphs
-        if graphs is not None and (key := graphs.find(step)) is not None and graphs.ready(step, key):
+        size = None if graphs is None else graphs.find(step)
+        return size if graphs is not None and size is not None and graphs.ready(step, size) else None
+
+    def _execute(self, step: PackedStep, arranged: Arranged | None) -> Tensor:
+        if self.graphs is not None and (size := self.captured(step)) is not None:
             self._await(len(self.cache) - 1)
-            return graphs.run(step, key)
+            return self.graphs.run(step, size)
         found = self._lay_out(step, arranged)
         ids, at = found.ids, found.at
         step.fill(ids)

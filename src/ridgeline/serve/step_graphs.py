@@ -77,17 +77,26 @@ class CudaCapture:
         """One for all: what PyTorch has allocated for a stream, it keeps for that."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Run :data:`FIRST_RUNS` times beside the main stream, so that kernels are compiled and libraries have their
-        memory; then capture."""
+        """Run, then capture."""
+        self.run_first(run)
+        return self.record(run)
+
+    def run_first(self, run: Callable[[], Tensor]) -> None:
+        """Run :data:`FIRST_RUNS` times beside the main stream, so that kernels are compiled, libraries have their
+        memory, and sums over ranks are connected."""
         main = torch.cuda.current_stream()
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
             for _ in range(FIRST_RUNS):
                 run()
         main.wait_stream(self.stream)
-        graph = torch.cuda.CUDAGraph()
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """Capture what was run."""
+        main, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
+            # PyTorch has threads that ask for events of earlier sums over ranks.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 out = run()
         except Exception:
             torch.cuda.set_stream(main)  # PyTorch leaves that of a capture that fails in place

@@ -60,6 +60,28 @@ def act_as(architecture: str) -> None:
         driver.set_active(Driver(10 * CAPABILITY[0] + CAPABILITY[1]))
 
 
+class _Unheard:
+    """Messages to ranks that are not there."""
+
+    def send(self, _): ...
+    def close(self): ...
+
+
+@contextlib.contextmanager
+def first_rank(e):
+    """This process as rank 0 of a server, of which the others would say the same."""
+    from ridgeline.runtime.mesh import Mesh
+    from ridgeline.serve import build_engine, ranks
+    from ridgeline.techniques.registry import resolve
+    from ridgeline.train.scale import fake_world
+
+    ranks.gathered = lambda value, _=None: [value] * e.world
+    ranks.connect, build_engine.host_group = _Unheard, object
+    with fake_world(e.world):
+        Mesh.make(resolve(e)[0], "cuda")  # which reads its ranks from a tensor, where tensors have data
+        yield
+
+
 def _device() -> None:
     """An H100, as torch.cuda describes it, but for its compute capability."""
     cuda = torch.cuda
@@ -248,7 +270,8 @@ def _modules() -> None:
         moved(model, lambda t: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype, device=device))
         model.tie()
 
-    importlib.import_module("ridgeline.nn.model.fused_loss")  # techniques import it when they are applied
+    for name in ("model.fused_loss", "parallel.divide_packed"):  # techniques import them when they are applied
+        importlib.import_module(f"ridgeline.nn.{name}")
     nn.Module._apply = moved
     adjacency.adjacent = adjacent
     init.init_weights, init.allocate = init_weights, allocate

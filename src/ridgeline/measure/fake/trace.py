@@ -12,7 +12,7 @@ from typing import Any
 
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import has
+from ridgeline.techniques.registry import has, mesh_axes, techniques_of
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,16 @@ def trace(
     ``sampling`` and ``sequences`` apply to serving, one entry per experiment: its sampling parameters (default: greedy)
     and the maximum number of sequences in a step (default: 8).
 
+    Of a tensor-parallel server rank 0 is traced; an all-reduce counts as one launch.
+
     Kernels are those that an H100 gets, or one of its size of the GPU's architecture, where that is Ampere, Ada or
     Blackwell. Raises :class:`UserError` where there is no compiler,
-    where PyTorch was built with CUDA, for another device than a GPU and for several.
+    where PyTorch was built with CUDA, for another device than a GPU, and for several but tensor-parallel servers.
     """
     for e in experiments:
         if e.cluster.device.kind != "gpu":
             raise UserError(f"{e.cluster.device.name} is no GPU", 'name one, such as on = "h100-sxm"')
-        if e.world > 1:
+        if e.world > 1 and (e.task != "serve" or mesh_axes("serve", techniques_of(e.plan)) != {"tp": e.world}):
             raise UserError(f"{e.world} devices cannot be traced without them", "leave out what divides the model")
         if has(e, "compiled_blocks"):
             raise UserError("what PyTorch's compiler makes of a step cannot be traced", "leave out torch_compile")

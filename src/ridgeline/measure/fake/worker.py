@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -63,7 +64,8 @@ def traced(line: str) -> dict[str, dict[str, Any]]:
     asked = json.loads(line)
     e, device = Experiment.model_validate(asked["experiment"]), torch.device("cuda", 0)
     stand_ins.act_as(e.cluster.device.architecture)
-    with FakeTensorMode(allow_non_fake_inputs=True), TRACER:
+    alone = contextlib.nullcontext() if e.world == 1 else stand_ins.first_rank(e)
+    with alone, FakeTensorMode(allow_non_fake_inputs=True), TRACER:
         if e.task == "compress":
             return _compressing(e, device)
         return _training(e, device) if e.is_training else _serving(e, device, **asked["served"])

@@ -213,7 +213,7 @@ def _most_at_once(parts: Parts) -> float:
     ops = [o for b in parts.graph(1, 1, 1).blocks for o in b.forward if o.kind == "gemm" and ".experts." in o.name]
     kinds = {o.weight_dtype for o in ops if o.weight_dtype}
     if not kinds:  # PyTorch's grouped product
-        fits = m.hidden_size % 8 == m.intermediate_size % 8 == 0
+        fits = m.hidden_size % 8 == m.intermediate_size // e.parallel.get("tp", 1) % 8 == 0
         return math.inf if fits and device.architecture.lower() not in ("volta", "turing") else 0
     casts = "fp8" in kinds and "fp8" in device.peak_flops
     return (FLOAT8_ROWS if casts else MANY_ROWS) * m.num_experts // m.experts_per_token

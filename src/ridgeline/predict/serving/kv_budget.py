@@ -80,29 +80,43 @@ def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) 
 
 def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, int]:
     """The pool of Ridgeline's own engine, its blocks, and the maximum length of prompt and output together; both are 0
-    where the weights leave no room for it."""
+    where the weights leave no room for it. All pipeline stages have as many blocks as the one with least room."""
     e, device = surface.e, surface.cluster.device
-    weights = _weights(surface, s)
     tokens = s.limits.max_num_batched_tokens
     work = workspace(surface.graph(tokens, 1, 1))
     m = remaining_model(e)
     ranks, width = e.parallel.get("tp", 1), DTYPE_BYTES[e.dtype]
-    stages = s.stages or even(m.num_layers, e.parallel.get("pp", 1))
-    each = s.block_bytes(m, stages[0], max(1.0, m.cached_heads / ranks), width)
-    free = device.memory_bytes - device.reserved_bytes - weights - (work if w.kv_cache_share else 0.0)
-    try:
-        blocks, longest = s.pool(m, w, each, free, device.kind, width, ranks)
-    except UserError as why:
-        if w.kv_cache_bytes is not None:
-            raise
-        reason = f"beside the weights of {m.name}, {weights / 1e9:.1f} GB per device, {why.what}"
-        peak = Peak({"parameters": weights, "activations": work}, "the largest iteration")
-        return Room(0, each / s.block_size, peak, reason), 0, 0
+    pools, sizes = [], []
+    for layers, weights in _stages(surface, s):
+        each = s.block_bytes(m, layers, max(1.0, m.cached_heads / ranks), width)
+        free = device.memory_bytes - device.reserved_bytes - weights - (work if w.kv_cache_share else 0.0)
+        try:
+            pools.append(s.pool(m, w, each, free, device.kind, width, ranks))
+        except UserError as why:
+            if w.kv_cache_bytes is not None:
+                raise
+            reason = f"beside the weights of {m.name}, {weights / 1e9:.1f} GB per device, {why.what}"
+            peak = Peak({"parameters": weights, "activations": work}, "the largest iteration")
+            return Room(0, each / s.block_size, peak, reason), 0, 0
+        sizes.append((weights, each))
+    blocks, longest = (min(found) for found in zip(*pools, strict=True))
+    weights, each = max(sizes, key=lambda size: size[0] + blocks * size[1])
     held = blocks * each + s.draft_blocks(longest, blocks) * s.draft_block_bytes(width)
     work += s.score_bytes(m, longest, width, ranks)
     peak = Peak({"parameters": weights, "kv_cache": held, "activations": work}, "the largest iteration")
     reason = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
     return Room(blocks * s.block_size, each / s.block_size, peak, reason), blocks, longest
+
+
+def _stages(surface: Iterations, s: Scheduling) -> list[tuple[int, float]]:
+    """Layers of each pipeline stage, and bytes of its weights; the first one has the embedding and the head."""
+    layers, whole = remaining_model(surface.e).num_layers, _weights(surface, s)
+    counts = s.stages or even(layers, surface.e.parallel.get("pp", 1))
+    held = {True: 0.0, False: 0.0}
+    for b in surface.graph(1, 1, 1).blocks:
+        held[b.is_layer] += sum(p.stored_bytes * p.resident * b.repeat for p in b.params)
+    each, beside = held[True] * len(counts) / layers, whole - held[True]
+    return [(n, each * n + beside - (held[False] if i else 0.0)) for i, n in enumerate(counts)]
 
 
 def _weights(surface: Iterations, s: Scheduling) -> float:

@@ -48,7 +48,6 @@ class TensorParallel(Technique):
         changes=frozenset({"divided_linears", "divided_tensors"}),
     )
     phase: ClassVar[Phase] = "tensor"
-    captured: ClassVar[bool] = False
 
     degree: int = Field(default=8, ge=2)
     """Ranks that share every layer."""
