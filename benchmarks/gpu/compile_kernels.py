@@ -27,6 +27,7 @@ import triton
 
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.kernels import (
+    coded_adamw,
     flash,
     float8,
     float8_gated,
@@ -35,6 +36,7 @@ from ridgeline.nn.kernels import (
     grouped_codes,
     grouped_lora,
     lowbit_matmul,
+    nf4_codes,
     paged_attention,
     paged_store,
     skinny,
@@ -121,6 +123,27 @@ def elementwise() -> Iterator[Case]:
     n = 1_235_814_400
     yield Case(f"adamw of {n}", lambda: gpu.rl_adamw(
         e(n), 0, *(e(n, dtype=F32) for _ in range(4)), n, 0.999, 0.1, 0.95, 0.05, 1e-8, -3e-4, 0.9), False)  # fmt: skip
+
+
+def updates() -> Iterator[Case]:
+    """Optimizers' steps, and weights that are made at every use."""
+    tables = [e(n, dtype=t) for n, t in ((256, F32), (65536, torch.uint8), (256, F32))] * 2
+    for (rows, width), block, dtype in (((4096, 14336), 256, F32), ((2048, 2048), 256, BF16), ((320, 320), 160, F32)):
+
+        def coded(rows=rows, width=width, block=block, dtype=dtype):
+            held = e(rows, width, dtype=torch.uint8), e(rows, width // block, dtype=F32)
+            coded_adamw.coded_adamw(e(rows, width, dtype=dtype), e(rows, width, dtype=dtype), held, held, tables, block,
+                                    (0.999, 0.1, 0.95, 0.05, 1e-8, -3e-4, 0.9))  # fmt: skip
+
+        yield Case(f"8-bit adamw {rows}x{width} {NAMES[dtype]}", coded, width == 14336)
+    for (rows, width), dtype in (((4096, 14336), BF16), ((4096, 14336), F32), ((320, 840), F16)):
+
+        def nf4(rows=rows, width=width, dtype=dtype):
+            codes, scales = (e(rows, n, dtype=torch.uint8) for n in (width // 2, -(-width // 64)))
+            nf4_codes.expand_nf4(codes, scales, e(rows, 2, dtype=F32), e(16, dtype=F32), e(256, dtype=F32),
+                                 e(rows, width, dtype=dtype), 64)  # fmt: skip
+
+        yield Case(f"nf4 {rows}x{width} {NAMES[dtype]}", nf4, dtype == BF16)
 
 
 def encodings() -> Iterator[Case]:
@@ -410,7 +433,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as", dest="name", default="after", help="the name of these rows in the file")
     args = parser.parse_args()
-    every = (*norms(), *elementwise(), *encodings(), *peaks(), *gathered(), *products(), *adapters(),
+    every = (*norms(), *elementwise(), *updates(), *encodings(), *peaks(), *gathered(), *products(), *adapters(),
              *skinny_products(), *training(), *writes(), *paged())  # fmt: skip
     cases = [c for c in every if any(name in c.label for name in args.only)]
     cases = [c for c in cases if args.skip not in c.label and (c.quick or not args.quick)]
