@@ -39,6 +39,7 @@ from ridgeline.nn.kernels import (
     nf4_codes,
     paged_attention,
     paged_store,
+    relative_update,
     skinny,
     ternary_decode,
 )
@@ -136,6 +137,17 @@ def updates() -> Iterator[Case]:
                                     (0.999, 0.1, 0.95, 0.05, 1e-8, -3e-4, 0.9))  # fmt: skip
 
         yield Case(f"8-bit adamw {rows}x{width} {NAMES[dtype]}", coded, width == 14336)
+    for shape, dtype in (((4096, 14336), BF16), ((2048, 8192), F32), ((8, 1408, 2048), BF16), ((320, 841), F32)):
+
+        def relative(shape=shape, dtype=dtype):
+            r, c = e(*shape[:-1], dtype=F32), e(*shape[:-2], shape[-1], dtype=F32)
+            relative_update.update_matrix(e(*shape, dtype=dtype), e(*shape, dtype=dtype), r, c, 0.3, 1e-30, 1e-3, 1e-3)
+
+        name = "x".join(map(str, shape))
+        yield Case(f"adalomo {name} {NAMES[dtype]}", relative, shape == (4096, 14336))
+    for n, dtype in ((4096, BF16), (16384, F32)):
+        yield Case(f"adalomo {n} {NAMES[dtype]}", lambda n=n, dtype=dtype: relative_update.update_vector(
+            e(n, dtype=dtype), e(n, dtype=dtype), e(n, dtype=F32), 0.3, 1e-30, 1e-3, 1e-3), n == 4096)  # fmt: skip
     for (rows, width), dtype in (((4096, 14336), BF16), ((4096, 14336), F32), ((320, 840), F16)):
 
         def nf4(rows=rows, width=width, dtype=dtype):

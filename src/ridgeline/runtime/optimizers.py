@@ -15,6 +15,7 @@ from ridgeline.graph.state_blocks import block_of
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.nn.quant.codec import encode_blockwise8
 from ridgeline.nn.quant.coded_adamw import Moment, Numbers, apply, apply_coded
+from ridgeline.runtime import relative_update
 
 Groups = list[dict[str, Any]]
 
@@ -112,12 +113,26 @@ class AdaLomoOptimizer(Optimizer):
     def update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         """Apply the gradient of ``p``."""
         assert p.grad is not None
-        weight, grad = local(p.detach()), local(p.grad).float()
+        whole = not isinstance(p, DTensor) or not divided(p)
+        self.apply(p, group, whole and relative_update.fits(local(p.detach()), local(p.grad)))
+
+    def apply(self, p: nn.Parameter, group: dict[str, Any], by_kernel: bool) -> None:
+        """The same by our kernels, or by PyTorch's operators."""
+        assert p.grad is not None
+        weight, grad = local(p.detach()), local(p.grad)
         state = self.state[p]
         if not state:
             self._start(p, state)
         state["step"] += 1
         beta = 1 - float(state["step"]) ** -group["decay"]
+        if by_kernel:
+            held = {name: local(t) for name, t in state.items()}
+            relative_update.by_kernel(weight, grad, held, 1 - beta, self.TINY, group["lr"], group["least"])
+        else:
+            self._by_operators(p, weight, grad.float(), beta, group)
+
+    def _by_operators(self, p: nn.Parameter, weight: Tensor, grad: Tensor, beta: float, group: dict[str, Any]) -> None:
+        state = self.state[p]
         cuts = [(dim, g) for dim, g in divided(p) if dim >= p.ndim - 2]  # otherwise each rank holds whole matrices
         if grad.ndim < 2:
             v = local(state["exp_avg_sq"]).lerp_(grad.square().add_(self.TINY), 1 - beta)

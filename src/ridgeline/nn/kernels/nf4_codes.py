@@ -1,4 +1,6 @@
-"""Weights from NF4 codes with doubly quantized scales, in Triton: one launch. Imported only where Triton is installed."""
+"""Weights from NF4 codes with doubly quantized scales, in Triton, in one launch. Imported only where Triton is
+installed.
+"""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
