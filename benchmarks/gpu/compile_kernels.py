@@ -31,6 +31,7 @@ from ridgeline.nn.kernels import (
     flash,
     float8,
     float8_gated,
+    gated_difference,
     gemv,
     gpu,
     grouped_codes,
@@ -145,6 +146,15 @@ def updates() -> Iterator[Case]:
 
         name = "x".join(map(str, shape))
         yield Case(f"adalomo {name} {NAMES[dtype]}", relative, shape == (4096, 14336))
+    for dtype in (F32, BF16):
+        given = [e(4096, 14336, dtype=dtype) for _ in range(4)]
+
+        def gated(given=given):
+            gated_difference.gated_weight(*given, e(4096, 14336), (-0.1, 1.1))
+            gated_difference.gated_gradients(e(4096, 14336), *given[1:], tuple(given[:2]), (-0.1, 1.1))
+            gated_difference.shut_gates(given[0], -2.4, 1e-4)
+
+        yield Case(f"gated difference {NAMES[dtype]}", gated, dtype == F32)
     for n, dtype in ((4096, BF16), (16384, F32)):
         yield Case(f"adalomo {n} {NAMES[dtype]}", lambda n=n, dtype=dtype: relative_update.update_vector(
             e(n, dtype=dtype), e(n, dtype=dtype), e(n, dtype=F32), 0.3, 1e-30, 1e-3, 1e-3), n == 4096)  # fmt: skip
