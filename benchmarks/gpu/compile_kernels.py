@@ -36,6 +36,7 @@ from ridgeline.nn.kernels import (
     gpu,
     grouped_codes,
     grouped_lora,
+    integer_rows,
     lowbit_matmul,
     nf4_codes,
     paged_attention,
@@ -146,6 +147,17 @@ def updates() -> Iterator[Case]:
 
         name = "x".join(map(str, shape))
         yield Case(f"adalomo {name} {NAMES[dtype]}", relative, shape == (4096, 14336))
+    for (n, width), dtype in (((4096, 14336), BF16), ((2048, 2048), F32), ((320, 840), BF16)):
+
+        def integers(n=n, width=width, dtype=dtype):
+            count, noise = max(1, round(0.01 * width)), e(n, width, dtype=F32)
+            codes = e(n, width, dtype=torch.int8)
+            rows = integer_rows.Rows(codes, e(n, 1, dtype=F32), e(n, count, dtype=I32), e(n, count, dtype=F32))
+            integer_rows.expand_rows(rows, e(n, width, dtype=dtype))
+            integer_rows.lion_rows(rows, e(n, width, dtype=dtype), codes, e(n, 1, dtype=F32), (noise, noise),
+                                   (1e-4, 0.999, 0.1, 0.01, 1.0625))  # fmt: skip
+
+        yield Case(f"integer rows {n}x{width} {NAMES[dtype]}", integers, width == 14336)
     for dtype in (F32, BF16):
         given = [e(4096, 14336, dtype=dtype) for _ in range(4)]
 
