@@ -139,7 +139,7 @@ def updates() -> Iterator[Case]:
                                     (0.999, 0.1, 0.95, 0.05, 1e-8, -3e-4, 0.9))  # fmt: skip
 
         yield Case(f"8-bit adamw {rows}x{width} {NAMES[dtype]}", coded, width == 14336)
-    for shape, dtype in (((4096, 14336), BF16), ((2048, 8192), F32), ((8, 1408, 2048), BF16), ((320, 841), F32)):
+    for shape, dtype in (((4096, 14336), BF16), ((2048, 8192), F32), ((8, 1408, 2048), BF16), ((320, 848), F32)):
 
         def relative(shape=shape, dtype=dtype):
             r, c = e(*shape[:-1], dtype=F32), e(*shape[:-2], shape[-1], dtype=F32)
@@ -147,7 +147,7 @@ def updates() -> Iterator[Case]:
 
         name = "x".join(map(str, shape))
         yield Case(f"adalomo {name} {NAMES[dtype]}", relative, shape == (4096, 14336))
-    for (n, width), dtype in (((4096, 14336), BF16), ((2048, 2048), F32), ((320, 840), BF16)):
+    for (n, width), dtype in (((4096, 14336), BF16), ((2048, 2048), F32), ((320, 848), BF16)):
 
         def integers(n=n, width=width, dtype=dtype):
             count, noise = max(1, round(0.01 * width)), e(n, width, dtype=F32)
@@ -170,7 +170,7 @@ def updates() -> Iterator[Case]:
     for n, dtype in ((4096, BF16), (16384, F32)):
         yield Case(f"adalomo {n} {NAMES[dtype]}", lambda n=n, dtype=dtype: relative_update.update_vector(
             e(n, dtype=dtype), e(n, dtype=dtype), e(n, dtype=F32), 0.3, 1e-30, 1e-3, 1e-3), n == 4096)  # fmt: skip
-    for (rows, width), dtype in (((4096, 14336), BF16), ((4096, 14336), F32), ((320, 840), F16)):
+    for (rows, width), dtype in (((4096, 14336), BF16), ((4096, 14336), F32), ((320, 864), F16)):
 
         def nf4(rows=rows, width=width, dtype=dtype):
             codes, scales = (e(rows, n, dtype=torch.uint8) for n in (width // 2, -(-width // 64)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ridgeline.nn.kernels.dispatch import on_gpu
+from ridgeline.nn.kernels.dispatch import on_gpu, usable
 from ridgeline.nn.quant.codec import decode_blockwise8, dynamic_map, encode_blockwise8, search_tables
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def apply(weight: Tensor, grad: Tensor, m: Tensor, v: Tensor, n: Numbers) -> Non
 
 def apply_coded(weight: Tensor, grad: Tensor, m: Moment, v: Moment, block: int, n: Numbers) -> None:
     """The same with moments in codes of blocks of ``block``: the first signed, the second not."""
-    if on_gpu(weight, *m, *v) and _is_right(weight.device):
+    if on_gpu(weight, *m, *v) and usable(weight, grad) and _is_right(weight.device):
         if weight.numel():
             _by_kernel(weight, grad, m, v, block, n)
     else:

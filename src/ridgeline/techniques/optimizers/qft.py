@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def _at_once(e: Experiment) -> int:
     """Number of weights updated at once (as :func:`ridgeline.techniques.optimizers.qft_linear_torch.at_once`)."""
-    return 1 << 13 if e.cluster.device.kind == "cpu" else 1 << 22
+    return 1 << 13 if e.cluster.device.kind == "cpu" else 1 << 23
 
 
 class QFT(Technique):

@@ -30,7 +30,7 @@ _TOP = 127
 
 def at_once(device: str) -> int:
     """How many weights are updated at once on a kind of device: their temporaries should fit into a CPU's caches."""
-    return 1 << 13 if device == "cpu" else 1 << 22
+    return 1 << 13 if device == "cpu" else 1 << 23
 
 
 _HEADROOM = 17 / 16
