@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ridgeline.graph.state_blocks import block_of
 from ridgeline.nn.parallel.collectives import local
-from ridgeline.nn.quant.codec import decode_blockwise8, encode_blockwise8
+from ridgeline.nn.quant.codec import encode_blockwise8
+from ridgeline.nn.quant.coded_adamw import Moment, Numbers, apply, apply_coded
+from ridgeline.runtime import relative_update
 
 Groups = list[dict[str, Any]]
 
@@ -111,12 +113,26 @@ class AdaLomoOptimizer(Optimizer):
     def update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         """Apply the gradient of ``p``."""
         assert p.grad is not None
-        weight, grad = local(p.detach()), local(p.grad).float()
+        whole = not isinstance(p, DTensor) or not divided(p)
+        self.apply(p, group, whole and relative_update.fits(local(p.detach()), local(p.grad)))
+
+    def apply(self, p: nn.Parameter, group: dict[str, Any], by_kernel: bool) -> None:
+        """The same by our kernels, or by PyTorch's operators."""
+        assert p.grad is not None
+        weight, grad = local(p.detach()), local(p.grad)
         state = self.state[p]
         if not state:
             self._start(p, state)
         state["step"] += 1
         beta = 1 - float(state["step"]) ** -group["decay"]
+        if by_kernel:
+            held = {name: local(t) for name, t in state.items()}
+            relative_update.by_kernel(weight, grad, held, 1 - beta, self.TINY, group["lr"], group["least"])
+        else:
+            self._by_operators(p, weight, grad.float(), beta, group)
+
+    def _by_operators(self, p: nn.Parameter, weight: Tensor, grad: Tensor, beta: float, group: dict[str, Any]) -> None:
+        state = self.state[p]
         cuts = [(dim, g) for dim, g in divided(p) if dim >= p.ndim - 2]  # otherwise each rank holds whole matrices
         if grad.ndim < 2:
             v = local(state["exp_avg_sq"]).lerp_(grad.square().add_(self.TINY), 1 - beta)
@@ -182,30 +198,62 @@ class AdamW8bitOptimizer(Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
         self.block, self.wide = block, wide
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of all parameters that have a gradient; on a GPU those with fp32 moments all at once."""
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            whole = []
+            for p in group["params"]:
+                if p.grad is not None and self._fuses(p):
+                    whole.append(p)
+                elif p.grad is not None:
+                    self.update(p, group)
+            self._update_whole(whole, group)
+        return loss
+
     def update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         """Apply the gradient of ``p``."""
         assert p.grad is not None
-        state, weight, grad = self.state[p], local(p.detach()), local(p.grad).float()
-        block = 0 if p in self.wide else block_of(p.shape, local(p.detach()).shape[-1], self.block)
-        if not state:
-            self._start(p, state, block)
-        state["step"] += 1
-        step, (beta1, beta2) = int(state["step"]), group["betas"]
-        m, v = (self._read(state, name, signed, block) for name, signed in self.MOMENTS)
-        m.lerp_(grad, 1 - beta1)
-        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        size = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-        weight.add_((m / size).to(weight.dtype), alpha=-group["lr"] / (1 - beta1**step))
+        state, weight, grad = self.state[p], local(p.detach()), local(p.grad)
+        block = self._block(p)
+        n = self._next(p, group)
+        m, v = (local(state[name]) for name, _ in self.MOMENTS)
         if block:
-            for (name, signed), value in zip(self.MOMENTS, (m, v), strict=True):
-                codes, peaks = encode_blockwise8(value, signed, block)
-                local(state[name]).copy_(codes)
-                local(state[f"{name}_peaks"]).view(-1).copy_(peaks)
+            peaks = (local(state[f"{name}_peaks"]) for name, _ in self.MOMENTS)
+            first, second = map(Moment, (m, v), peaks)
+            apply_coded(weight, grad, first, second, block, n)
+        else:
+            apply(weight, grad.float(), m, v, n)
 
-    def _read(self, state: dict[str, Any], name: str, signed: bool, block: int) -> Tensor:
-        held = local(state[name])
-        return decode_blockwise8(held, local(state[f"{name}_peaks"]).view(-1), signed, block) if block else held
+    def _block(self, p: nn.Parameter) -> int:
+        return 0 if p in self.wide else block_of(p.shape, local(p.detach()).shape[-1], self.block)
+
+    def _next(self, p: nn.Parameter, group: dict[str, Any]) -> Numbers:
+        """What the next step of ``p`` is made with, which is counted; its states are made before the first."""
+        state = self.state[p]
+        if not state:
+            self._start(p, state, self._block(p))
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        return Numbers(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], int(state["step"]))
+
+    def _fuses(self, p: nn.Parameter) -> bool:
+        """Whether PyTorch's fused AdamW updates it: on a GPU, where it and its moments are fp32."""
+        weight, grad = local(p.detach()), local(p.grad)  # type: ignore[arg-type]
+        return weight.is_cuda and weight.dtype == grad.dtype == torch.float32 and not self._block(p)
+
+    def _update_whole(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Parameters that :meth:`_fuses` allows, in one launch for each number of steps that they have had."""
+        numbers: dict[Numbers, list[nn.Parameter]] = {}
+        for p in parameters:
+            numbers.setdefault(self._next(p, group), []).append(p)
+        for n, ps in numbers.items():
+            weights, grads = [local(p.detach()) for p in ps], [local(p.grad) for p in ps]  # type: ignore[arg-type]
+            m, v = ([local(self.state[p][name]) for p in ps] for name, _ in self.MOMENTS)
+            steps = [torch.full((), float(n.step), device=weights[0].device)] * len(ps)
+            torch._fused_adamw_(weights, grads, m, v, [], steps, lr=n.lr, beta1=n.beta1, beta2=n.beta2,
+                                weight_decay=n.decay, eps=n.eps, amsgrad=False, maximize=False)  # fmt: skip
 
     def _start(self, p: nn.Parameter, state: dict[str, Any], block: int) -> None:
         state["step"] = torch.zeros(())

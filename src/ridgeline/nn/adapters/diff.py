@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,11 @@ from torch.autograd.function import once_differentiable
 from ridgeline.nn.adapters.adapter import Adapter, dense
 from ridgeline.nn.adapters.dropout import Dropout
 from ridgeline.nn.kernels import products
+from ridgeline.nn.kernels.dispatch import on_gpu, usable
 from ridgeline.nn.parallel.collectives import local
+
+if TYPE_CHECKING:
+    from ridgeline.nn.model.own_kernels import Both
 
 LOW, HIGH = -0.1, 1.1
 """Ends of the stretched interval of the hard-concrete distribution (Louizos et al. 2018, arXiv:1712.01312)."""
@@ -30,18 +34,85 @@ def open_chance(gate: Tensor) -> Tensor:
     return torch.sigmoid(gate - math.log(-LOW / HIGH))
 
 
-def _draw(gate: Tensor, key: tuple[int, ...] | None) -> tuple[Tensor, Tensor | None]:
-    """(gates in [0, 1], their derivative by ``gate``), with the noise of ``key``; None: deterministic, without
-    derivative."""
-    if key is None:
-        return settled(gate), None
+def shut(gate: Tensor, rate: float) -> None:
+    """A step of length ``rate`` against the expected number of open gates, in place."""
+    if _by_kernels(gate):
+        from ridgeline.nn.kernels.gated_difference import shut_gates
+
+        shut_gates(gate, math.log(-LOW / HIGH), rate)
+    else:
+        p_open = open_chance(gate)
+        gate.sub_(p_open.mul_(1 - p_open), alpha=rate)
+
+
+def _noise(gate: Tensor, key: tuple[int, ...]) -> Tensor:
+    """Numbers in [0, 1) of ``key``, shaped as ``gate``."""
     generator = torch.Generator(gate.device).manual_seed(Dropout.seed_of(*key))
-    noise = torch.rand(gate.shape, generator=generator, device=gate.device, dtype=gate.dtype)
+    return torch.rand(gate.shape, generator=generator, device=gate.device, dtype=gate.dtype)
+
+
+def _gates(gate: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """(gates in [0, 1], their derivative by ``gate``), with a ``noise`` in [0, 1), which is overwritten."""
     s = noise.clamp_(1e-6, 1 - 1e-6).logit_().add_(gate).sigmoid_()
     z = s * (HIGH - LOW) + LOW
     inside = (z > 0) & (z < 1)
     slope = s.mul_(1 - s).mul_(HIGH - LOW).mul_(inside)
     return z.clamp_(0, 1), slope
+
+
+def _draw(gate: Tensor, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The same with the noise of ``key``."""
+    return _gates(gate, _noise(gate, key))
+
+
+def _weight(weight: Tensor, diff: Tensor, gate: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
+    """W + d ∘ z in ``dtype``, by a kernel."""
+    from ridgeline.nn.kernels.gated_difference import gated_weight
+
+    out = torch.empty_like(weight, dtype=dtype)
+    gated_weight(weight, diff, gate, noise, out, (LOW, HIGH))
+    return out
+
+
+def _gradients(grad: Tensor, diff: Tensor, gate: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the difference and of the gates' parameters, from the weight's, by a kernel."""
+    from ridgeline.nn.kernels.gated_difference import gated_gradients
+
+    out = torch.empty_like(diff), torch.empty_like(gate)
+    gated_gradients(grad.contiguous(), diff, gate, noise, out, (LOW, HIGH))
+    return out
+
+
+def _by_kernels(*tensors: Tensor) -> bool:
+    return on_gpu(*tensors) and usable(*tensors) and tensors[0].numel() > 0 and _is_right(tensors[0].device)
+
+
+def _is_right(device: torch.device) -> bool:
+    from ridgeline.nn.model import own_kernels
+
+    return own_kernels.is_right("gated differences of weights", device, trial)
+
+
+def trial(device: torch.device) -> Both:
+    """The weight and both gradients of a small layer, some of whose gates are shut, and gates behind a step."""
+    g = torch.Generator(device).manual_seed(0)
+    weight, diff, gate, grad = (torch.randn(70, 90, generator=g, device=device) for _ in range(4))
+    noise = torch.rand(70, 90, generator=g, device=device)
+
+    def ours() -> Tensor:
+        from ridgeline.nn.kernels.gated_difference import shut_gates
+
+        later = gate.clone()
+        shut_gates(later, math.log(-LOW / HIGH), 0.5)
+        both = _gradients(grad, diff, gate, noise)
+        return torch.stack([_weight(weight, diff, gate, noise, torch.float32), *both, later])
+
+    def right() -> Tensor:
+        z, slope = _gates(gate, noise.clone())
+        p = open_chance(gate)
+        return torch.stack([weight + z * diff, z * grad, slope * grad * diff, gate - 0.5 * p * (1 - p)])
+
+    return ours, right
 
 
 class _DiffLinear(torch.autograd.Function):
@@ -51,6 +122,8 @@ class _DiffLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, diff: Tensor, gate: Tensor, key: tuple[int, ...]) -> Tensor:
         ctx.key = key
         ctx.save_for_backward(x, weight, diff, gate)
+        if _by_kernels(weight, diff, gate):
+            return products.linear(x, _weight(weight, diff, gate, _noise(gate, key), x.dtype))
         z, _ = _draw(gate, key)
         return products.linear(x, z.mul_(diff).add_(weight).to(x.dtype))
 
@@ -58,10 +131,17 @@ class _DiffLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, diff, gate = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+        dx: Tensor | None = None
+        if _by_kernels(weight, diff, gate):
+            noise = _noise(gate, ctx.key)
+            if ctx.needs_input_grad[0]:
+                dx = grad @ _weight(weight, diff, gate, noise, grad.dtype)
+            return dx, None, *_gradients(rows[0] @ rows[1], diff, gate, noise), None
         z, slope = _draw(gate, ctx.key)
-        assert slope is not None
-        dx = grad @ (diff * z).add_(weight).to(grad.dtype) if ctx.needs_input_grad[0] else None
-        g = (grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).to(diff.dtype)
+        if ctx.needs_input_grad[0]:
+            dx = grad @ (diff * z).add_(weight).to(grad.dtype)
+        g = (rows[0] @ rows[1]).to(diff.dtype)
         d_diff = z.mul_(g)
         return dx, None, d_diff, slope.mul_(g).mul_(diff), None
 

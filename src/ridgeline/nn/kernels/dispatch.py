@@ -90,6 +90,13 @@ def usable(*tensors: Tensor | None) -> bool:
     return has_triton() if cuda else native.library() is not None
 
 
+def on_gpu(*tensors: Tensor) -> bool:
+    """Whether our kernels compute with these, of any dtype: plain tensors on a GPU, unless a compiler is to see
+    PyTorch's operators, which it fuses itself."""
+    plain = all(t.is_cuda and type(t) in (Tensor, torch.nn.Parameter) and t.is_contiguous() for t in tensors)
+    return plain and has_triton() and not torch.compiler.is_compiling()
+
+
 def call(name: str, *args: Any, **more: Any) -> Any:
     """Call a kernel on the device of its tensors; see ``cpu.cpp`` for the arguments. ``more``, which is left out where
     it is None or 0, is for a GPU's (:mod:`~ridgeline.nn.kernels.gpu`): ``columns`` of a row that a thread block holds

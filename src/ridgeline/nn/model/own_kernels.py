@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -147,6 +147,18 @@ def lora_trial(
         return y
 
     return ours, right
+
+
+@lru_cache(maxsize=64)
+def is_right(operator: str, device: torch.device, trial: Callable[[torch.device], Both]) -> bool:
+    """Whether our kernel for ``operator``, a part of training steps, computes in a trial what PyTorch's operators do.
+    Tried once in a process; says so in a warning if it does not. Raises :class:`UserError` where the GPU cannot be used
+    after it."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        why = differs(device, *trial(device), f"leave the technique that needs {operator} out of the plan")
+    if why:
+        warnings.warn(f"PyTorch's operators compute {operator}, as our kernel {why}", stacklevel=2)
+    return not why
 
 
 def _try(kernels: Kernels, operator: str, device: torch.device, trials: Iterator[Both]) -> None:

@@ -147,9 +147,10 @@ def dynamic_map(signed: bool = True, device: torch.device | None = None) -> Tens
 
 
 @lru_cache(maxsize=8)
-def _search_tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The nearest code by two look-ups: from a number's upper 16 bits, the code of the smallest number that has them;
-    from that code, the midpoint beyond which it is the next one. No 16 bits span two midpoints.
+def search_tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The nearest code by two look-ups (uint8 [65536], fp32 [256]): from a number's upper 16 bits, the code of the
+    smallest number that has them; from that code, the midpoint beyond which it is the next one. No 16 bits span two
+    midpoints.
     """
     values = dynamic_map(signed)
     midpoints = (values[1:] + values[:-1]) / 2
@@ -166,7 +167,7 @@ def encode_blockwise8(x: Tensor, signed: bool = True, block: int = 256) -> tuple
     Blocks run over ``x`` in its flattened order; the last may be short. ``signed`` False: ``x`` must not be negative.
     What is not finite makes its whole block NaN when decoded.
     """
-    first, midpoints = _search_tables(signed, x.device)
+    first, midpoints = search_tables(signed, x.device)
     flat = x.detach().reshape(-1)
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=x.device)
     peaks = torch.empty(-(-flat.numel() // block), device=x.device)

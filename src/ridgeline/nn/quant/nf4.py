@@ -10,16 +10,23 @@ weight's rows, and any cut between rows or between blocks leaves whole blocks. T
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ridgeline.nn.quant.codec import decode_blockwise8, encode_blockwise8
+from ridgeline.nn.kernels.dispatch import on_gpu
+from ridgeline.nn.quant.codec import decode_blockwise8, dynamic_map, encode_blockwise8
 from ridgeline.nn.quant.quantized import QuantizedLinear
+
+if TYPE_CHECKING:
+    from ridgeline.nn.model.own_kernels import Both
 
 BLOCK = 64
 BYTES = 0.5 + 1 / BLOCK + 4
 """Memory traffic of expanding one weight to fp32: its code and its share of the scale read, the weight written."""
+_WRITTEN = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes in which the kernel writes weights."""
 _AT_ONCE = 1 << 14
 """Bytes of codes that are expanded at once on a CPU: their temporaries stay in its caches."""
 
@@ -79,8 +86,38 @@ def dequantize_peaks(scales: Tensor, spans: Tensor) -> Tensor:
 
 
 def dequantize(codes: Tensor, scales: Tensor, spans: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Weights [out, in] in ``dtype`` from :func:`quantize`'s codes and :func:`quantize_peaks`' scales."""
+    """Weights [out, in] in ``dtype`` from :func:`quantize`'s codes and :func:`quantize_peaks`' scales: by one kernel on
+    a GPU, with the same results."""
+    if on_gpu(codes) and dtype in _WRITTEN and _is_right(codes.device):
+        return _by_kernel(codes, scales, spans, dtype)
     return expand(codes, dequantize_peaks(scales, spans), dtype)
+
+
+def _is_right(device: torch.device) -> bool:
+    from ridgeline.nn.model import own_kernels
+
+    return own_kernels.is_right("NF4 weights", device, trial)
+
+
+def _by_kernel(codes: Tensor, scales: Tensor, spans: Tensor, dtype: torch.dtype) -> Tensor:
+    from ridgeline.nn.kernels.nf4_codes import expand_nf4
+
+    out = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)
+    if out.numel():
+        values = codebook(codes.device), dynamic_map(True, codes.device)
+        expand_nf4(codes, scales.contiguous(), spans.contiguous().view(torch.float32), *values, out, BLOCK)
+    return out
+
+
+def trial(device: torch.device) -> Both:
+    """A small matrix whose rows' last blocks are short."""
+    weight = torch.randn(70, 200, generator=torch.Generator(device).manual_seed(0), device=device)
+    codes, peaks = quantize(weight)
+    scales, spans = quantize_peaks(peaks)
+    return (
+        lambda: _by_kernel(codes, scales, spans, torch.bfloat16),
+        lambda: expand(codes, dequantize_peaks(scales, spans)),
+    )
 
 
 def expand(codes: Tensor, peaks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -84,7 +84,7 @@ class DiffPruning(Adapting):
         import torch
 
         from ridgeline.nn.adapters.adapter import placed
-        from ridgeline.nn.adapters.diff import DiffLinear, open_chance
+        from ridgeline.nn.adapters.diff import DiffLinear, shut
         from ridgeline.nn.adapters.dropout import Dropout
         from ridgeline.nn.parallel.collectives import local
 
@@ -96,15 +96,13 @@ class DiffPruning(Adapting):
             adapter.noise = noise
 
         @torch.no_grad()
-        def shut() -> None:
+        def penalize() -> None:
             for name, p in run.root.named_parameters():
                 if name.endswith("adapter_gate"):
-                    gate = local(p)
-                    p_open = open_chance(gate)
-                    gate.sub_(p_open.mul_(1 - p_open), alpha=run.update.lr * self.penalty)
+                    shut(local(p.detach()), run.update.lr * self.penalty)
 
         if self.penalty:
-            run.hooks.after_update.append(shut)
+            run.hooks.after_update.append(penalize)
 
     def _kept(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The projected difference of each layer."""

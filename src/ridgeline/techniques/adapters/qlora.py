@@ -12,6 +12,7 @@ from ridgeline.techniques.adapters.lora import LoRA
 from ridgeline.techniques.optimizers.replaced_optimizer import no_masters
 from ridgeline.techniques.parallel.divide_operators import host_copy
 from ridgeline.techniques.parts import Part
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Technique
 
 if TYPE_CHECKING:
@@ -81,8 +82,10 @@ class QLoRA(LoRA):
         """Shrink the weights and expand one weight matrix before every use; then as LoRA.
 
         Besides its 4-bit codes, each block of a row has a one-byte scale, and each row the mean and largest deviation
-        of its scales.
+        of its scales. A GPU's kernel writes a weight as it is multiplied, PyTorch's operators in fp32 first.
         """
+        low = e.dtype in ("bf16", "fp16") or has(e, "compute_dtype")
+        written = 2.0 if low and e.cluster.device.kind == "gpu" else 4.0
 
         def quantize(b: Block) -> None:
             sizes: dict[str, float] = {}
@@ -99,11 +102,11 @@ class QLoRA(LoRA):
                              Param(f"{prefix}spans", rows * copies, "uint8", False, 8.0)]  # fmt: skip
             for ops in (b.forward, b.backward):
                 for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and o.role != "weight_gradient"]:
-                    moved = sizes[op.param] * (0.5 + 1 / _BLOCK + 4)
+                    moved = sizes[op.param] * (0.5 + 1 / _BLOCK + written)
                     expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, moved, "nf4",
                                 param=op.param)  # fmt: skip
                     ops.insert(ops.index(op), expand)
-            largest = max(sizes.values(), default=0.0) * 4.0
+            largest = max(sizes.values(), default=0.0) * written
             b.workspace = max(b.workspace, largest)
             b.backward_workspace = max(b.backward_workspace, largest)
 

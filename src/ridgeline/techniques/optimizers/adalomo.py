@@ -63,9 +63,11 @@ class AdaLomo(Technique):
         check_recorded(self, e)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """States are row and column means; where tensors are divided, their sums are reduced over the ranks."""
-        g.optimizer, g.clips = ("adalomo", 44.0), False
+        """States are row and column means; where tensors are divided, their sums are reduced over the ranks. A GPU's
+        kernels read each whole gradient three times and the parameter twice, and write it."""
         tp = e.parallel.get("tp", 1)
+        kernels = e.cluster.device.kind == "gpu" and tp == 1 and all(p.state_shards == 1 for p, _ in g.params)
+        g.optimizer, g.clips = ("adalomo", 24.0 if kernels else 44.0), False
         for b in g.blocks:
             for p in b.params:
                 if p.trainable:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def _at_once(e: Experiment) -> int:
     """Number of weights updated at once (as :func:`ridgeline.techniques.optimizers.qft_linear_torch.at_once`)."""
-    return 1 << 13 if e.cluster.device.kind == "cpu" else 1 << 22
+    return 1 << 13 if e.cluster.device.kind == "cpu" else 1 << 23
 
 
 class QFT(Technique):
@@ -77,7 +77,9 @@ class QFT(Technique):
                     states += (p.numel * (1.0 if p.name in rows else 4.0) + 4.0 * rows.get(p.name, 0)) * b.repeat
                     trained += p.numel * b.repeat
         g.optimizer_bytes, g.clips = states / trained, False
-        g.optimizer = ("qft", 400.0)  # about 40 passes over four-byte values and their codes, a third random
+        # A GPU's kernel reads gradient, codes and random numbers, and writes codes; elsewhere there are about 40 passes
+        # over four-byte values and their codes, a third of them random.
+        g.optimizer = ("qft", 24.0 if e.cluster.device.kind == "gpu" else 400.0)
         return g
 
     def _code(self, b: Block, e: Experiment, gradient: float) -> dict[str, int]:
@@ -94,15 +96,18 @@ class QFT(Technique):
             b.params += [Param(f"{prefix}scale", rows[p.name], "fp32", False, 4.0),
                          Param(f"{prefix}outliers", outliers, "fp32", False, 8.0)]  # fmt: skip
         sizes = {p.name: p.numel for p in b.params if p.name in rows}
+        gpu = e.cluster.device.kind == "gpu"
+        written = 2.0 if gpu and has(e, "compute_dtype") else 4.0
         for ops in (b.forward, b.backward):
             for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and o.role != "weight_gradient"]:
-                expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, 5.0 * sizes[op.param], "int8",
+                moved = (1.0 + written) * sizes[op.param]
+                expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, moved, "int8",
                             param=op.param)  # fmt: skip
                 ops.insert(ops.index(op), expand)
         if sizes:
             largest = max(sizes.values())
             b.workspace = max(b.workspace, largest * 4.0)
-            update = min(largest, _at_once(e)) * 20.0
+            update = min(largest, _at_once(e)) * (8.0 if gpu and not gradient else 20.0)  # on a GPU random numbers
             if b.is_head:  # whose gradient is counted where it is computed
                 b.backward_workspace += update
             else:

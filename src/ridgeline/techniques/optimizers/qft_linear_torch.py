@@ -9,15 +9,19 @@ drop every one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ridgeline.nn.kernels.dispatch import on_gpu
 from ridgeline.nn.quant.quantized import QuantizedLinear
+
+if TYPE_CHECKING:
+    from ridgeline.nn.model.own_kernels import Both
 
 OUTLIERS = 0.01
 """Fraction of each row that stays fp32."""
@@ -26,7 +30,7 @@ _TOP = 127
 
 def at_once(device: str) -> int:
     """How many weights are updated at once on a kind of device: their temporaries should fit into a CPU's caches."""
-    return 1 << 13 if device == "cpu" else 1 << 22
+    return 1 << 13 if device == "cpu" else 1 << 23
 
 
 _HEADROOM = 17 / 16
@@ -68,8 +72,29 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
 def expand(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     """Weights [..., in] in ``dtype`` from rows of codes, scale, columns and outliers."""
     codes, scale, columns, outliers = parts
+    if by_kernels(codes, scale, columns, outliers) and dtype != torch.float64:
+        return _expand_by_kernel((codes, scale, columns, outliers), dtype)
     whole = torch.mul(codes, scale.to(dtype))
     return whole.scatter_(-1, columns.long(), outliers.to(dtype))
+
+
+def _expand_by_kernel(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    from ridgeline.nn.kernels.integer_rows import Rows, expand_rows
+
+    out = torch.empty(parts[0].shape, dtype=dtype, device=parts[0].device)
+    expand_rows(Rows(*(t.view(-1, t.shape[-1]) for t in parts)), out)
+    return out
+
+
+def by_kernels(*tensors: Tensor) -> bool:
+    """Whether our kernels compute with these: on a GPU."""
+    return on_gpu(*tensors) and tensors[0].numel() > 0 and _is_right(tensors[0].device)
+
+
+def _is_right(device: torch.device) -> bool:
+    from ridgeline.nn.model import own_kernels
+
+    return own_kernels.is_right("integer matrices and their updates", device, trial)
 
 
 Update = Callable[["IntegerWeight", Tensor], None]
@@ -185,3 +210,48 @@ def lion_rows(layer: IntegerWeight, rows: slice, gradient: Tensor, momentum: Ten
     scale.mul_(grow)
     codes.copy_(stochastic_round(moved.div_(grow), generator).clamp_(-_TOP, _TOP))
     codes.scatter_(1, columns, 0)
+
+
+def lion_rows_by_kernel(
+    layer: IntegerWeight, rows: slice, gradient: Tensor, momentum: Tensor, momentum_scale: Tensor, *, lr: float,
+    decay: float, betas: tuple[float, float], generator: torch.Generator,
+) -> Tensor:  # fmt: skip
+    """:func:`lion_rows` in one kernel, with the same random numbers, of a gradient that it rounds to codes itself;
+    returns the sum of its squares (fp64, on its device)."""
+    from ridgeline.nn.kernels import integer_rows as kernel
+
+    held = kernel.Rows(*(part.detach()[rows] for part in layer.parts()))
+    first, second = (torch.rand(held.codes.shape, generator=generator, device=held.codes.device) for _ in range(2))
+    numbers = lr, 1 - lr * decay, 1 - betas[0], 1 - betas[1], _HEADROOM
+    squares = kernel.lion_rows(held, gradient.contiguous(), momentum, momentum_scale, (first, second), numbers)
+    return squares.sum(dtype=torch.float64)
+
+
+def trial(device: torch.device) -> Both:
+    """A small matrix, its momentum and the squares of its gradients behind three of Lion's steps, of which the second
+    is so long that scales grow."""
+    g = torch.Generator(device).manual_seed(0)
+    linear = nn.Linear(300, 40, bias=False, device=device)
+    weight, *grads = (torch.randn(40, 300, generator=g, device=device) for _ in range(4))
+    linear.weight = nn.Parameter(weight)
+
+    def found(kernel: bool) -> Tensor:
+        layer = IntegerLinear(linear, lambda *_: None)
+        momentum, scale = torch.zeros_like(layer.codes), torch.zeros_like(layer.scale)
+        random, squares = torch.Generator(device).manual_seed(1), torch.zeros((), dtype=torch.float64, device=device)
+        for lr, grad in zip((0.01, 2.0, 0.01), grads, strict=True):
+            how: dict[str, Any] = {"lr": lr, "decay": 0.1, "betas": (0.9, 0.99), "generator": random}
+            if kernel:
+                squares += lion_rows_by_kernel(layer, slice(None), grad, momentum, scale, **how)
+            else:
+                codes, by = encode_rows(grad)
+                squares += grad.double().square().sum()
+                lion_rows(layer, slice(None), torch.mul(codes, by), momentum, scale, **how)
+        parts = [p.detach() for p in layer.parts()]
+        if kernel:
+            whole = _expand_by_kernel(parts, torch.float32)
+        else:
+            whole = torch.mul(parts[0], parts[1]).scatter_(-1, parts[2].long(), parts[3])
+        return torch.cat([whole.flatten(), (momentum * scale).flatten(), squares.sqrt().float().view(1)])
+
+    return lambda: found(True), lambda: found(False)

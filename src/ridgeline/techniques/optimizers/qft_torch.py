@@ -16,8 +16,10 @@ from ridgeline.techniques.optimizers.qft_linear_torch import (
     IntegerLinear,
     IntegerWeight,
     at_once,
+    by_kernels,
     encode_rows,
     lion_rows,
+    lion_rows_by_kernel,
 )
 
 BETAS = (0.9, 0.99)
@@ -43,10 +45,15 @@ class IntegerLion(torch.optim.Optimizer):
         """Update the fp32 parameters; integer layers have already been updated."""
         for group in self.param_groups:
             lr = group["lr"]
-            for p in (p for p in group["params"] if p.grad is not None):  # none of an integer layer's has one
-                m = self.state[p]["momentum"]
-                p.mul_(1 - lr * group["weight_decay"]).sub_(torch.lerp(p.grad, m, BETAS[0]).sign_(), alpha=lr)
-                m.lerp_(p.grad, 1 - BETAS[1])
+            ps = [p for p in group["params"] if p.grad is not None]  # none of an integer layer's has one
+            if not ps:
+                continue
+            grads, m = [p.grad for p in ps], [self.state[p]["momentum"] for p in ps]
+            directions = torch._foreach_lerp(grads, m, BETAS[0])
+            torch._foreach_sign_(directions)
+            torch._foreach_mul_(ps, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(ps, directions, alpha=-lr)
+            torch._foreach_lerp_(m, grads, 1 - BETAS[1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the fp32 states; checkpoints write integer momentum in place and leave it out here."""
@@ -131,19 +138,29 @@ class IntegerUpdates:
             (run.experiment.training.seed * 1_000_003 + self.step) * 65_537 + self._place[layer]
         )  # a resumed run draws the same numbers
         state = run.update.optimizer.state[layer.codes]
+        kernels = self.last and by_kernels(dw, *layer.parts())
         step = max(1, at_once(dw.device.type) // dw.shape[1])
         for at in range(0, len(dw), step):
             rows = slice(at, at + step)
-            g = dw[rows].float()
+            g = dw[rows] if kernels and held is None else dw[rows].float()
             if held is not None:
                 g = g.addcmul(held[0][rows], held[1][rows])
-            codes, scale = encode_rows(g)
             if not self.last:
-                self._held[layer][0][rows], self._held[layer][1][rows] = codes, scale
+                self._held[layer][0][rows], self._held[layer][1][rows] = encode_rows(g)
                 continue
-            self.squares = self.squares + g.double().square().sum()
-            lion_rows(
-                layer, rows, torch.mul(codes, scale), state["momentum"][rows], state["momentum_scale"][rows],
-                lr=run.update.lr, decay=run.experiment.training.weight_decay, betas=BETAS,
-                generator=self._generator,
-            )  # fmt: skip
+            self.squares = self.squares + self._update(
+                layer, rows, g, state["momentum"][rows], state["momentum_scale"][rows], kernels
+            )
+
+    def _update(
+        self, layer: IntegerWeight, rows: slice, g: Tensor, momentum: Tensor, scale: Tensor, kernels: bool
+    ) -> Tensor:
+        """Lion's step on some rows, with their gradient as codes; returns the sum of its squares."""
+        how: dict[str, Any] = {"lr": self.run.update.lr, "decay": self.run.experiment.training.weight_decay,
+                               "betas": BETAS, "generator": self._generator}  # fmt: skip
+        if kernels:
+            return lion_rows_by_kernel(layer, rows, g, momentum, scale, **how)
+        codes, by = encode_rows(g)
+        squares = g.double().square().sum()
+        lion_rows(layer, rows, torch.mul(codes, by), momentum, scale, **how)
+        return squares
