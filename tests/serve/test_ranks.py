@@ -78,13 +78,19 @@ def test_a_rank_that_is_killed_is_told_of(tmp_path):
 
 def waiting(send, folder):
     """Wait in a step for a rank that has died, as for a sum in a CUDA graph: its engine's process must end."""
-    ranks.WAIT = timedelta(seconds=1)
+    ranks.WAIT, waits = timedelta(seconds=1), []
     engine = load_engine(folder, [*default_plan("serve"), "tensor_parallel:degree=2"], kv_cache_bytes=1 << 20)
     engine.runner.graphs = SimpleNamespace(graphs={})
+    engine.runner._last = SimpleNamespace(query=lambda: not waits)
     engine.runner.watch()
+    waits.append("for a slow step")
     time.sleep(3)
     send("goes on")
+    waits.clear()
     os.kill(engine.runner.followers[0].pid, signal.SIGKILL)
+    time.sleep(3)
+    send("has no step to wait for")
+    waits.append("for the dead rank")
     time.sleep(60)
     send("has waited")
 
@@ -92,6 +98,6 @@ def waiting(send, folder):
 def test_a_step_that_waits_for_a_dead_rank_ends_the_process(tmp_path):
     save_checkpoint(model(dtype=torch.float32), tmp_path)
     fork = Fork(waiting, tmp_path)
-    assert fork.answer() == "goes on"
+    assert [fork.answer(), fork.answer()] == ["goes on", "has no step to wait for"]
     assert fork.wait(60) == 1
     assert "rank 1 died: the engine ends" in fork.errors()

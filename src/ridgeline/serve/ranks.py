@@ -62,6 +62,8 @@ class RankedRunner(Runner):
         self.channel = connect()
         self._over = threading.Event()
         """Set when there are no more steps, as the engine was closed or one has failed."""
+        self._last = torch.cuda.Event() if self.device.type == "cuda" else None
+        """Recorded behind what the last step has launched on a GPU."""
 
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
         """A step on all ranks. Raises :class:`RankLost` when one does not take part."""
@@ -69,7 +71,10 @@ class RankedRunner(Runner):
         step.graph = super().captured(step)
         try:
             self.channel.send(pack(step))
-            return self.execute(step)
+            hidden = self.execute(step)
+            if self._last is not None:
+                self._last.record()
+            return hidden
         except Exception as e:
             # Whatever it was, the ranks are out of sync now.
             self._over.set()
@@ -90,9 +95,9 @@ class RankedRunner(Runner):
         self._drop_graphs()
 
     def watch(self) -> None:
-        """For captured steps: end this process when a rank has died and no step has failed by that, as a GPU waits for
-        ever for an all-reduce in a graph, of which PyTorch's watchdog does not know. And drop the graphs before the
-        process ends: NCCL waits for those that have its operations."""
+        """For captured steps: end this process when a rank has died in a step, as a GPU waits for ever for an
+        all-reduce in a graph, of which PyTorch's watchdog does not know. And drop the graphs before the process ends:
+        NCCL waits for those that have its operations."""
         assert self.graphs is not None
         weakref.finalize(self, self.graphs.graphs.clear)
         if self.followers:
@@ -104,9 +109,12 @@ class RankedRunner(Runner):
         self.graphs = None
 
     def _watch(self) -> None:
+        well = time.monotonic()
         while not self._over.wait(1.0):
             dead = [i + 1 for i, f in enumerate(self.followers) if f.poll() is not None]
-            if dead and not self._over.wait(WAIT.total_seconds()):
+            if not dead or self._last is None or self._last.query():  # without a step, the next one fails
+                well = time.monotonic()
+            elif time.monotonic() - well > WAIT.total_seconds():
                 print(f"rank {dead[0]} died: the engine ends", file=sys.stderr, flush=True)
                 os._exit(1)
 
