@@ -25,7 +25,7 @@ from ridgeline.nn.model.served import join_served
 from ridgeline.serve import build_engine, step_graphs
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.draft_tree import Draft
-from ridgeline.serve.drafting import Drafting
+from ridgeline.serve.drafting import Drafting, ModelDrafter
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.runner import Runner
@@ -250,6 +250,25 @@ def test_replayed_steps_check_drafts(made, drafts):
     checked = [size for step, size in steps if {p.stop - p.start for p in step.pieces} == {4}]
     assert len(checked) > 5
     assert {size.decoding > 0 for size in checked} == {drafts > 0}
+
+
+def test_a_model_drafts_by_replayed_steps(made):
+    """With tokens of the pass before that the host does not know: it waits once for a whole draft."""
+    asked = [replace(r, sampling=replace(r.sampling, temperature=0.0)) for r in requests()]
+    want, _ = run(made("llama-mini", False), *asked)
+    engine, small = made("llama-mini", False), made("llama-mini", True)
+    drafter = ModelDrafter(small.runner.model, BLOCKS, SIZE, 96)
+    drafter.runner = small.runner
+    engine.drafter = Drafting(drafter, 3)
+    engine.drafter.observe = lambda *_: None
+    steps = replayed(small)
+    got, _ = run(engine, *asked)
+    assert got == want
+    stats = engine.stats()
+    assert stats.accepted_tokens == stats.drafted_tokens > 20  # the same model
+    assert sum(not size.prompts and step.late == step.sources for step, size in steps) > 10
+    assert any(not size.prompts and step.late != step.sources for step, size in steps)  # one has all it wants
+    assert any(size.prompts for _, size in steps)
 
 
 def test_replayed_steps_take_their_tokens_from_the_step_before(made):

@@ -3,6 +3,8 @@
 from itertools import product
 
 import pytest
+import torch
+from tests.compressing import checkpoint, squeeze
 
 from ridgeline import catalog
 from ridgeline.experiments import make
@@ -106,6 +108,12 @@ def traced(once, tmp_path_factory):
               for n, (m, p, _) in BUDGETS.items() if n in ON_RANKS}  # fmt: skip
     given["own products"] = serving("llama-mini", kernels={"dense": "ridgeline"})
     given |= {name: serving("llama-mini", *["speculative"] * name.startswith("drafts")) for name in SAMPLED}
+    plain, coded = saved(tmp_path_factory.mktemp("saved"))
+    given["served checkpoint"] = serving("llama-mini", checkpoint=str(plain))
+    given["served int4 checkpoint"] = serving("llama-mini", checkpoint=str(coded))
+    given["tuned checkpoint"] = make(str(plain), "h100-sxm", {"kind": "finetune", "seq_len": 64, "batch_size": 4,
+                                     "steps": 4, "data": str(text)}, LOW)  # fmt: skip
+    given["drafts by a model"] = serving("llama-mini", f"speculative:draft={plain},tokens=4")
     given["compress"] = make("llama-mini", "h100-sxm", {"kind": "compress", "seq_len": 64},
                              ["wanda", "rtn:bits=4,group_size=64"])  # fmt: skip
     batches = {}
@@ -116,6 +124,14 @@ def traced(once, tmp_path_factory):
     settings = [SAMPLED.get(name, {"temperature": 0.0}) for name in given]
     sequences = [batches.get(name, 8) for name in given]
     return once("traced", lambda: dict(zip(given, traces(list(given.values()), settings, sequences), strict=True)))
+
+
+def saved(folder):
+    """Checkpoints of the model, in bf16 and with weights of 4 bits."""
+    plain, coded = folder / "plain", folder / "coded"
+    checkpoint(plain, shallow("llama-mini").model_dump(), dtype=torch.bfloat16)
+    squeeze(plain, coded, "rtn:bits=4,group_size=64", form="compressed-tensors")
+    return plain, coded
 
 
 def traces(experiments, settings=(), sequences=()):
@@ -159,6 +175,24 @@ def test_a_tensor_is_updated_or_made_by_few_kernels(traced, name):
     found = traced[f"train {name}"]["step"].operators
     assert {n: found.get(n) for n in UPDATES[name]} == UPDATES[name]
     assert not {"index_select", "logit_", "lerp_", "floor_", "rsqrt", "__rshift__"} & {*found}
+
+
+def test_a_users_checkpoint_is_traced(traced):
+    for name, same in (("served checkpoint", "serve"), ("tuned checkpoint", "train"),
+                       ("served int4 checkpoint", "serve int4")):  # fmt: skip
+        for step, found in traced[name].items():
+            assert (found.operators, found.kernels, found.wrong) == (
+                traced[same][step].operators, traced[same][step].kernels, [],
+            )  # fmt: skip
+
+
+def test_a_model_drafts_by_graphs_and_one_wait(traced):
+    """Four passes after one another and the one that checks: 91 launches and nine waits where each was apart."""
+    found = traced["drafts by a model"]["decode"]
+    assert not found.wrong
+    assert found.operators["graph replay"] == 5
+    assert found.launches <= 46
+    assert found.waited == 2
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "rowwise"])

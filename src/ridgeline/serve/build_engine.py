@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -279,7 +280,13 @@ def _drafting(run: ServeBuild, drafts: Drafts, longest: int, runner: Runner, tab
         drafts.model.set_attention(run.model.backend)
         blocks = run.draft_blocks(longest, table.count)
         longest = min(longest, drafts.model.spec.max_positions)
-        return Drafting(ModelDrafter(drafts.model, blocks, run.block_size, longest), drafts.tokens, drafts.model)
+        small = ModelDrafter(drafts.model, blocks, run.block_size, longest)
+        if run.captured and run.device.type == "cuda" and small.runner.layout.whole is not None:
+            # It reads what was accepted of the last draft, and one more token.
+            most = min(run.limits.max_num_batched_tokens, run.limits.max_num_seqs * (drafts.tokens + 1))
+            limits = replace(run.limits, max_num_batched_tokens=most)
+            _capture(small.runner, StepGraphs(small.runner, blocks, limits, longest, CudaCapture))
+        return Drafting(small, drafts.tokens, drafts.model)
 
     def propose(seqs: Sequence[Row], most: list[int]) -> list[Draft]:
         return [Draft(_looked_up(s, drafts.ngram, n)) for s, n in zip(seqs, most, strict=True)]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.serve.block_manager import Blocks
+from ridgeline.serve.changes import put
 from ridgeline.serve.draft_tree import Draft
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sequence import Sequence as Row
@@ -99,28 +101,48 @@ class ModelDrafter:
     """A smaller model with the same vocabulary, which keeps a cache of its own and drafts greedily."""
 
     def __init__(self, model: Transformer, blocks: int, block_size: int, max_model_len: int) -> None:
-        self.runner = Runner(model, blocks * block_size, block_size, max_model_len)
+        # A block more for the padding of captured steps.
+        self.runner = Runner(model, (blocks + 1) * block_size, block_size, max_model_len)
         self.blocks = Blocks(blocks, block_size, share=False)
         self.mirrors: dict[Row, Row] = {}
         """For each sequence what this model has read and guessed of it, with its cache."""
 
     @torch.inference_mode()
     def __call__(self, seqs: Sequence[Row], most: list[int]) -> list[Draft]:
-        """Drafts of at most ``most`` tokens for each sequence, all in the same passes."""
+        """Drafts of at most ``most`` tokens for each sequence, all in the same passes. A pass reads the tokens of the
+        pass before on the device: the host waits once."""
         self._forget(seqs)
         mirrors = {s: self._mirror(s) for s, n in zip(seqs, most, strict=True) if n > 0}
-        wanted = dict(zip(seqs, most, strict=True))
-        for step in range(max(most, default=0)):
-            active = [(s, m) for s, m in mirrors.items() if step < wanted[s] and self._room(m)]
+        try:
+            self._draft([(mirrors[s], n) for s, n in zip(seqs, most, strict=True) if n > 0])
+        except Exception:
+            self._forget([])  # their last tokens are not known
+            raise
+        return [Draft(mirrors[s].tokens[len(s.tokens) :] if s in mirrors else []) for s in seqs]
+
+    def _draft(self, wanted: list[tuple[Row, int]]) -> None:
+        """Append as many tokens as are wanted to each mirror."""
+        rounds: list[tuple[list[Row], Tensor]] = []
+        for done in range(max((n for _, n in wanted), default=0)):
+            active = [m for m, n in wanted if done < n and self._room(m)]
             if not active:
                 break
-            batch = [(m, len(m.tokens) - m.n_computed) for _, m in active]
-            hidden = self.runner.run(batch, [])
-            ends = torch.tensor([n for _, n in batch]).cumsum(0) - 1
-            for (_, m), token in zip(active, self.runner.logits(hidden[ends]).argmax(1).tolist(), strict=True):
+            batch = [(m, len(m.tokens) - m.n_computed) for m in active]
+            step, ends = self.runner.describe(batch, []), list(accumulate((n for _, n in batch), initial=-1))[1:]
+            if rounds:
+                places = {m: i for i, m in enumerate(rounds[-1][0])}
+                step.late, step.sources, step.tokens = ends, [places[m] for m in active], rounds[-1][1]
+            hidden = self.runner.execute(step)
+            last = hidden if len(hidden) == len(ends) else hidden[put(ends, torch.int64, hidden.device)]
+            rounds.append((active, self.runner.logits(last).argmax(1)))
+            for m in active:
                 m.n_computed = len(m.tokens)
-                m.tokens.append(token)
-        return [Draft(mirrors[s].tokens[len(s.tokens) :] if s in mirrors else []) for s in seqs]
+                m.tokens.append(0)  # until it is read
+        found = iter(torch.cat([tokens for _, tokens in rounds]).tolist() if rounds else [])
+        drafted = {m: len(m.tokens) - sum(m in active for active, _ in rounds) for m, _ in wanted}
+        for i, (active, _) in enumerate(rounds):
+            for m in active:
+                m.tokens[drafted[m] + i] = next(found)
 
     def _mirror(self, seq: Row) -> Row:
         """The mirror of a sequence, brought to what is known of it; its cache is valid as far as both agree."""

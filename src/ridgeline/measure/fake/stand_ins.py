@@ -19,8 +19,11 @@ import numpy as np
 import torch
 import torch.cuda.amp.common as common
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ridgeline.measure.fake.tracer import TRACER, answer
 from ridgeline.nn.kernels.dispatch import has_float8, has_triton, is_hopper
@@ -31,6 +34,8 @@ CAPABILITIES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": 
 CAPABILITY = (9, 0)
 """Of the device that is stood in for."""
 _FREE, _ALL = 76 << 30, 80 << 30
+_FEW = 4
+"""Numbers of a tensor of integers that is a shape and not codes."""
 
 
 def install() -> None:
@@ -39,6 +44,7 @@ def install() -> None:
     _streams()
     _questions()
     _fused_kernels()
+    _files()
     _modules()
     own_kernels._try = lambda *_: None  # there are no results to compare
     spans._is_right = own_kernels.is_right = lambda *_: True
@@ -229,6 +235,42 @@ def _fused_kernels() -> None:
     F.rms_norm = torch.rms_norm = rms_norm
 
 
+class _File:
+    """A checkpoint's file, of which shapes and dtypes are read, and what says how weights are stored."""
+
+    def __init__(self, file, framework):
+        self.file = safe_open(file, framework)
+
+    def keys(self):
+        return self.file.keys()
+
+    def get_tensor(self, name):
+        return self.get_slice(name)[:]
+
+    def get_slice(self, name):
+        return _Slice(self.file.get_slice(name))
+
+
+class _Slice:
+    def __init__(self, found):
+        self.found = found
+        self.get_shape, self.get_dtype = found.get_shape, found.get_dtype
+
+    def __getitem__(self, at):
+        if np.prod(self.get_shape()) <= _FEW and "I" in self.get_dtype():
+            with _disable_current_modes():
+                return self.found[at]
+        whole = torch.empty(self.get_shape(), dtype=_TYPES[self.get_dtype()])
+        return whole[at] if whole.dim() else whole
+
+
+def _files() -> None:
+    """Checkpoints."""
+    from ridgeline.nn.checkpoint import files
+
+    files.safe_open = _File
+
+
 def kind(x, *rest):
     """``type``, to which a fake tensor is the tensor that it stands for."""
     if rest:
@@ -270,14 +312,18 @@ def _modules() -> None:
         moved(model, lambda t: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype, device=device))
         model.tie()
 
-    for name in ("model.fused_loss", "parallel.divide_packed"):  # techniques import them when they are applied
+    def use_sparse_cores(model):
+        """Nothing: whether weights are 2:4 sparse is in their numbers."""
+
+    # Techniques import them when they are applied.
+    for name in ("model.fused_loss", "parallel.divide_packed", "quant.packed_model"):
         importlib.import_module(f"ridgeline.nn.{name}")
     nn.Module._apply = moved
     adjacency.adjacent = adjacent
     init.init_weights, init.allocate = init_weights, allocate
     for name, module in list(sys.modules.items()):
         if name.startswith("ridgeline.") and not name.startswith("ridgeline.measure.fake"):
-            for what in (init_weights, allocate):
+            for what in (init_weights, allocate, use_sparse_cores):
                 if what.__name__ in vars(module):
                     setattr(module, what.__name__, what)
             if getattr(module, "Tensor", None) is Tensor or "torch" in vars(module):

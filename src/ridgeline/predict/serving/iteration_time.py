@@ -340,11 +340,14 @@ class Iterations:
             same = [t for t in self.parts.techniques if t.card.in_engines]
             small = Iterations(self.e.model_copy(update=alone), same, self.cluster, self.engine, self.contexts)
             levels = [(s.branches, s.branches)] * (s.tokens - 1)
+            host = small.dispatch_s
+            if self.engine.name == OWN and not s.head and small.engine.graphs and n <= small.most_captured:
+                host = self.between_s + self.engine.sequence_s * n  # of a captured pass, which the host composes
             # A head first reads what was kept of the last draft, with the model's hidden states.
             first = (math.ceil(s.expected_tokens), 1) if s.head else (1, 1)
             for read, drafted in (first, *levels):
                 more, grow = small._read(n, read, drafted, s.head)
-                a, b = a + max(more, small.dispatch_s), b + grow
+                a, b = a + max(more, host), b + grow
             if s.head and self.engine.name == OWN:  # whose host composes every level as it does an iteration
                 a += s.tokens * (self.between_s + self.engine.sequence_s * n)
         return a, b, s.expected_tokens, n * rows
