@@ -17,7 +17,7 @@ from ridgeline.predict.serving.simulate import surface_of
 from ridgeline.spec.draft_head import CONFIG, FORMAT, head_spec
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.scheduling import Speculation
-from ridgeline.techniques.registry import resolve
+from ridgeline.techniques.registry import default_plan, resolve
 
 STEADY = {"kind": "serve", "engine": "vllm", "concurrency": 1, "requests": 4, "prompt_len": 512, "output_len": 129}
 
@@ -45,10 +45,14 @@ def test_accepted_drafts_divide_the_time_of_a_token():
     assert crowd[1] == pytest.approx(crowd[0]), "drafts that do not pay are left out"
 
 
-def test_a_drafting_model_takes_time_of_its_own(tmp_path):
+@pytest.mark.parametrize(
+    ("on", "engine", "plan"), [("a100-80g-sxm", {}, []), ("h100-sxm", {"engine": "ridgeline"}, default_plan("serve"))]
+)
+def test_a_drafting_model_takes_time_of_its_own(on, engine, plan, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(catalog.model("llama3.2-1b"))))
-    free, paid = (metrics([f"speculative:acceptance=0.8{draft}"])[0]["tpot_s"] for draft in ("", f",draft={tmp_path}"))
-    small = predict(experiments.make("llama3.2-1b", "a100-80g-sxm", STEADY, [])).metrics["tpot_s"].value
+    free, paid = (metrics([*plan, f"speculative:acceptance=0.8{draft}"], on, **engine)[0]["tpot_s"]
+                  for draft in ("", f",draft={tmp_path}"))  # fmt: skip
+    small = predict(experiments.make("llama3.2-1b", on, {**STEADY, **engine}, plan)).metrics["tpot_s"].value
     passes = (paid - free) * Speculation(4, 0.8).expected_tokens
     assert 0.5 * small < passes / 4 < small, "four passes of it, without the engine's own time between two iterations"
 
