@@ -71,6 +71,11 @@ def test_a_short_trace_at_a_rate_is_judged_by_its_own_requests(tmp_path):
         e = experiments.make("llama2-13b", "a800-80g", {**load, "rate": rate}, [])
         metrics = {name: m.value for name, m in predict(e).metrics.items()}
         assert question("1xa800-80g", **load | {"rate": rate}).keeps_up(metrics) == keeps_up
+    # So few differ by chance by more than the tenth that is allowed anyway.
+    found = [
+        question("1xa800-80g", **load).keeps_up({"requests_per_s": 1.0, "answered_share": s}) for s in (0.85, 0.75)
+    ]
+    assert found == [True, False]
 
 
 def test_requests_that_arrive_at_once_are_ranked_by_how_fast_they_are_answered(tmp_path):

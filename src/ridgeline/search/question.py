@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean
 
 from ridgeline.catalog import published_format
-from ridgeline.predict.serving.arrivals import REQUESTS, arrival_rate, requests
+from ridgeline.predict.serving.arrivals import REQUESTS, Arrival, arrival_rate, requests
 from ridgeline.predict.serving.simulate import check_decodes
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError, unknown
@@ -216,7 +216,13 @@ class Question:
         """Mean tokens of an answer of the load."""
         w = self.workload
         assert isinstance(w, Serve)
-        return fmean(r.output for r in requests(w)) if w.trace else w.output_len
+        return fmean(r.output for r in self._arrivals) if w.trace else w.output_len
+
+    @cached_property
+    def _arrivals(self) -> list[Arrival]:
+        """The requests of the load."""
+        assert isinstance(self.workload, Serve)
+        return requests(self.workload)
 
     def keeps_up(self, metrics: Mapping[str, float]) -> bool:
         """Whether an engine begins to answer requests as fast as they arrive; one whose load waits for its answers
@@ -225,7 +231,7 @@ class Question:
         if not (isinstance(w, Serve) and self.offered and metrics.get("requests_per_s")):
             return True
         # What waits at two times differs by chance, by no more than a few of the requests' square root.
-        chance = 2 / math.sqrt(w.requests or REQUESTS)
+        chance = 2 / math.sqrt(max(1, len(self._arrivals)))
         return metrics.get("answered_share", 1.0) > 1 - max(FALLS_BEHIND, chance)
 
     def misses(self, metrics: Mapping[str, float], but: Sequence[str] = ()) -> list[str]:
