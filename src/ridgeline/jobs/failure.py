@@ -18,8 +18,8 @@ from ridgeline.spec.errors import Incompatible, UserError
 
 _PHASES = {
     "global_batches": "reading the text", "_build": "building the model", "forward_backward": "forward and backward",
-    "update": "update", "_send_report": "adding up the losses", "reports": "waiting for the loss", "evaluate": "evaluation",
-    "save": "saving a checkpoint", "resume": "loading a checkpoint", "export": "export",
+    "update": "update", "_send_report": "adding up the losses", "reports": "waiting for the loss",
+    "evaluate": "evaluation", "save": "saving a checkpoint", "resume": "loading a checkpoint", "export": "export",
     "init_process_group": "meeting the other ranks",
 }  # fmt: skip
 """Functions of the engine and its loop by what to call them in a message; the innermost on the stack is reported."""

@@ -206,6 +206,8 @@ class StepGraphs:
         """``longest``: tokens of a sequence; ``make``: makes what captures; ``drafts``: tokens of a draft."""
         spec, most = runner.model.spec, limits.max_num_seqs
         self.runner, self.pad, self.make = runner, pad, make
+        self.failure: type[RuntimeError] = RuntimeError
+        """What says that a step cannot be captured, so that its operators are launched."""
         self.repeat = spec.num_heads // spec.num_kv_heads
         self.most_rows = most_rows(spec.cached_dim, runner.kind)
         """Of a program that takes a prompt's."""
@@ -251,7 +253,7 @@ class StepGraphs:
         try:
             for size in reversed(self.prompt_sizes):
                 self.graphs[size] = self._captured(size, capture, 0)
-        except RuntimeError as e:
+        except self.failure as e:
             warnings.warn(f"steps with prompts run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
             self.graphs, self.prompt_sizes, self._shared, self._out = {}, [], {}, None
             capture = self.make()
