@@ -158,7 +158,8 @@ def _pool(run: ServeBuild) -> tuple[int, int, float]:
         return 0, context(e.model, w), each
     kind = "gpu" if run.device.type == "cuda" else "cpu"
     if run.mesh is not None:  # NCCL's buffers, hundreds of megabytes, are not the pool's
-        dist.all_reduce(torch.zeros(1, device=run.device), group=run.mesh.group("inner", "tp"))
+        for group in (run.mesh.group("inner", "tp"), dist.group.WORLD):  # messages are of the latter
+            dist.all_reduce(torch.zeros(1, device=run.device), group=group)
     own, refusal = (0, 0), None
     try:
         own = run.pool(e.model, w, each, _free(run), kind, width, e.parallel.get("tp", 1))

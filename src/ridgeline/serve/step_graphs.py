@@ -312,6 +312,7 @@ class StepGraphs:
         for size in reversed([*self.decode_sizes, *self.prompt_sizes]):
             if self._has_adapted(size):
                 self._capture_adapted(size)
+        torch.cuda.empty_cache()  # of what was run beside the main stream before it was captured
 
     def _capture_adapted(self, size: Size) -> bool:
         """Whether there is a graph of this size for steps with adapters, which is captured if it was not yet."""
