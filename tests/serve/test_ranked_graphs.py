@@ -6,6 +6,7 @@ A recorder stands for CUDA graphs (tests/gpu/test_graphs.py): it runs the same o
 
 import math
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.world import world
 
 from ridgeline.nn.kernels import native, paged_store
 from ridgeline.nn.model.moe import Experts
-from ridgeline.serve import build_engine, runner, step_graphs
+from ridgeline.serve import agreed_capture, build_engine, runner, step_graphs
 from ridgeline.serve.drafting import Drafting
 from ridgeline.spec.errors import UserError
 
@@ -176,6 +177,49 @@ def test_a_rank_that_fails_in_a_step_ends_all(failing):
     """On GPUs the others would wait for its sums."""
     said = world(2).run(serving, plan(), True, {failing: "run_first"}, "decode")
     assert said[0] == said[1] == f"a step failed while the engine started, on rank {failing}: CUDA out of memory"
+
+
+def alone(rank, e, fails, how):
+    """What is raised on each rank where one of them ``fails`` as only it does: its type, and what it says."""
+
+    def fail(*_):
+        raise (TypeError if how == "a mistake" else RuntimeError)("CUDA out of memory")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        on_gpu(patch, True, "run_first" if how == "after other sums" else None, "all")
+        patch.setattr(agreed_capture, "COMPILING", timedelta(seconds=2))  # a process that ends is seen at once
+        if how == "after other sums":
+            sums = iter([0, rank])
+            patch.setattr(agreed_capture.AgreedCapture, "_sums", lambda _: next(sums))
+        elif how != "a mistake":
+            patch.setattr(Failing, "run_first", lambda *_: None)  # as on a GPU, where the host does not wait for sums
+        if rank == fails:
+            where = (Failing, "tried") if how == "a mistake" else (step_graphs.StepGraphs, "_with_prompts")
+            patch.setattr(*where, fail)
+        try:
+            build_engine.make_follower(e, CPU) if rank else build_engine.make_engine(e, CPU)
+        except Exception as error:
+            assert not [w for w in heard if "CUDA graphs" in str(w.message)]
+            return type(error).__name__, getattr(error, "what", str(error))
+    return None
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("how", ["a mistake", "before it is captured"])
+def test_a_rank_that_alone_cannot_go_on_ends_all(how, fails):
+    said = world(2).run(alone, plan(), fails, how)
+    assert said[fails] == ("TypeError" if how == "a mistake" else "RuntimeError", "CUDA out of memory")
+    kind, what = said[1 - fails]
+    assert kind == "UserError"
+    expected = f"a step failed while the engine started, on rank {fails}: CUDA" if how == "a mistake" else "a rank was"
+    assert what.startswith(expected)
+
+
+def test_ranks_that_fail_behind_different_sums_end():
+    """The next sums of one would be added to others of the other."""
+    what = "a step failed while the engine started, on rank 0: CUDA out of memory"
+    assert world(2).run(alone, plan(), None, "after other sums") == [("UserError", what)] * 2
 
 
 def test_ranks_that_would_capture_other_steps_capture_none(wanted):

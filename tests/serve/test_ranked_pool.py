@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.serve.test_divided import PP, SERVED, TP, experiment, serve
 from tests.world import world
 
@@ -39,6 +40,18 @@ def built(rank, e, free):
         build_engine._free = plain
 
 
+def met(rank, e):
+    """How many ranks the groups have that have met when a rank looks for free memory: they take some of it."""
+    groups, found = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = dist.all_reduce
+        patch.setattr(dist, "all_reduce", lambda t, group=None: groups.append(group) or plain(t, group=group))
+        patch.setattr(build_engine, "_free", lambda _: found.append(list(groups)) or ROOMY)
+        made = make_follower(e, torch.device("cpu")) if rank else make_engine(e, torch.device("cpu"))
+        made.follow() if rank else made.close()
+    return [(dist.group.WORLD in groups, {dist.get_world_size(g) for g in groups}) for groups in found]
+
+
 def plans(*plan, model=None, **workload):
     return experiment(*SERVED, *plan, model=model or {},
                       **{"kv_cache_bytes": None, "kv_cache_share": 0.5, "max_num_seqs": 4, **workload})  # fmt: skip
@@ -71,6 +84,11 @@ def test_a_stage_with_more_layers_decides():
     assert (first[1], second[1]) == (1, 2)
     assert first[0] == second[0] == 8 * 16
     assert first[2] == 8
+
+
+@pytest.mark.parametrize("plan", [TP, PP])
+def test_ranks_have_met_before_they_look_for_memory(plan):
+    assert world(2).run(met, plans(plan)) == [[(True, {2} if plan == TP else {1, 2})]] * 2
 
 
 @pytest.mark.parametrize("poor", [0, 1])

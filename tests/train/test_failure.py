@@ -19,7 +19,9 @@ from ridgeline.jobs.job import TrainOptions, train_job
 from ridgeline.jobs.launch import JobFailed, run_job, watchdog
 from ridgeline.jobs.restart import restarts, run_with_restarts
 from ridgeline.spec.errors import UserError
+from ridgeline.train import step_reports
 from ridgeline.train.checkpoint import checkpoints, resume, save
+from ridgeline.train.trainer import Trainer
 
 WAITED = 300
 """Seconds after which a job counts as waiting for a dead rank."""
@@ -75,11 +77,11 @@ def test_what_a_traceback_says():
         def update(self):
             raise RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
 
-        def step(self):
+        def begin(self):
             self.update()
 
     with pytest.raises(RuntimeError) as caught:
-        Trainer().step()
+        Trainer().begin()
     said, code = describe(caught.value, 3)
     assert (said["kind"], code) == ("timeout", 4)
     assert said["what"].startswith("rank 3 waited in vain in a collective (step 7, update): Timed out")
@@ -87,6 +89,28 @@ def test_what_a_traceback_says():
     assert lost["kind"] == "lost"
     other, _ = describe(ValueError("Connection closed"), 0)
     assert other["kind"] == "error", "only what the transport says is about the connection"
+
+
+def test_a_step_is_named_although_others_have_begun(corpus, monkeypatch):
+    class Ahead(Trainer):
+        ahead = 1
+
+    def lost(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    trainer = Ahead(experiment(corpus, steps=9))
+    for _ in range(3):
+        trainer.begin()
+    assert [stats.step for stats in trainer.reports()] == [0, 1]
+    trainer.begin()
+    trainer._under_way[0] = (*trainer._under_way[0][:2], lost)
+    with pytest.raises(RuntimeError) as caught:
+        list(trainer.reports())
+    assert describe(caught.value, 0)[0]["what"].startswith("rank 0 lost another rank in trainer._read (step 3, waiting")
+    monkeypatch.setattr(step_reports, "send", lost)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.begin()
+    assert "(step 5, adding up the losses)" in describe(caught.value, 0)[0]["what"]
 
 
 def test_the_watchdog_of_nccl_is_understood():

@@ -18,8 +18,9 @@ from ridgeline.spec.errors import Incompatible, UserError
 
 _PHASES = {
     "global_batches": "reading the text", "_build": "building the model", "forward_backward": "forward and backward",
-    "update": "update", "step": "adding up the losses", "evaluate": "evaluation", "save": "saving a checkpoint",
-    "resume": "loading a checkpoint", "export": "export", "init_process_group": "meeting the other ranks",
+    "update": "update", "_send_report": "adding up the losses", "reports": "waiting for the loss",
+    "evaluate": "evaluation", "save": "saving a checkpoint", "resume": "loading a checkpoint", "export": "export",
+    "init_process_group": "meeting the other ranks",
 }  # fmt: skip
 """Functions of the engine and its loop by what to call them in a message; the innermost on the stack is reported."""
 _AWAITED = {"reducer.finish": "all_reduce"}
@@ -73,6 +74,8 @@ def where(trace: TracebackType | None) -> tuple[int | None, str, str]:
         done = getattr(trainer, "steps_done", None)
         if isinstance(done, int):
             step = done if name in ("save", "resume", "export") else done + 1
+            if name == "_read":  # of a step behind which others may have begun
+                step = frame.f_locals.get("step", done - 1) + 1
         if name in _PHASES:
             phase = _PHASES[name]
         if file.endswith(_COLLECTIVES):

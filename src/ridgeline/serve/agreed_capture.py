@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -39,39 +39,74 @@ class TwoParts(Protocol):
         """Capture what was run → (a call that launches the same again, the result that this fills)."""
 
 
+class CannotCapture(RuntimeError):
+    """No rank can capture a step, and all know."""
+
+
 class AgreedCapture:
     """A capture that fails on all ranks if it fails on one."""
 
-    def __init__(self, own: TwoParts, group: ProcessGroup) -> None:
-        """``group``: of all ranks, on the host: sums on the device may be waiting."""
-        self.own, self.group = own, group
+    def __init__(self, own: TwoParts, group: ProcessGroup, summing: ProcessGroup) -> None:
+        """``group``: of all ranks, on the host: sums on the device may be waiting. ``summing``: of the sums."""
+        self.own, self.group, self.summing = own, group, summing
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Capture a step. Raises :class:`RuntimeError` on all ranks where one cannot, and :class:`UserError` where
-        steps cannot go on."""
+        """Capture a step. Raises :class:`CannotCapture` on all ranks where one cannot, and :class:`UserError` where
+        steps cannot go on; on a rank where what went wrong is no :class:`RuntimeError`, that."""
         _, said = self._tried(self.own.run_first, run)
-        failed = [f"rank {i}: {why}" for i, why in enumerate(said) if why]
-        if failed and len(failed) < len(said):
+        failed = [f"rank {i}: {one.why}" for i, one in enumerate(said) if one.why]
+        if failed and (len(failed) < len(said) or len({one.sums for one in said}) > 1):
             raise UserError(
                 f"a step failed while the engine started, on {failed[0]}",
                 "leave more memory free (kv_cache_share), or let steps be smaller (max_num_batched_tokens)",
             )
         if not failed:
             found, said = self._tried(self.own.record, run)
-            failed = [f"rank {i}: {why}" for i, why in enumerate(said) if why]
+            failed = [f"rank {i}: {one.why}" for i, one in enumerate(said) if one.why]
         if failed:
-            raise RuntimeError(failed[0])
+            raise CannotCapture(failed[0])
         replay, out = found
         return replay, out
 
-    def _tried(self, part: Callable[[Callable[[], Tensor]], Any], run: Callable[[], Tensor]) -> tuple[Any, list[str]]:
-        """What ``part`` returns, and what went wrong on each rank; empty: nothing did."""
-        found, why = None, ""
+    def _tried(self, part: Callable[[Callable[[], Tensor]], Any], run: Callable[[], Tensor]) -> tuple[Any, list[_Said]]:
+        """What ``part`` returns, and what all ranks say of it. Raises what is no :class:`RuntimeError`."""
+        found, error = None, None
+        before = self._sums()
         try:
             found = part(run)
-        except RuntimeError as e:
-            why = str(e).partition("\n")[0] or type(e).__name__
-        return found, ranks.gathered(why, self.group)
+        except Exception as e:
+            error = e
+        why = "" if error is None else f"{error}".partition("\n")[0] or type(error).__name__
+        other = error is not None and not isinstance(error, RuntimeError)
+        try:
+            said = ranks.gathered(_Said(why, other, self._sums() - before), self.group)
+        except RuntimeError as e:  # nor can what follows be computed
+            raise UserError(f"a rank was lost while the engine started: {e}", "see what it says") from error
+        if error is not None and other:
+            raise error
+        for i, one in enumerate(said):
+            if one.other:
+                raise UserError(f"a step failed while the engine started, on rank {i}: {one.why}", "see what it says")
+        return found, said
+
+    def _sums(self) -> int:
+        """Sums over the ranks so far, of which all must have begun as many for the next ones to be the same."""
+        group: Any = self.summing
+        try:
+            return int(group._get_sequence_number_for_group())
+        except RuntimeError:  # backends beside NCCL and gloo do not count
+            return 0
+
+
+class _Said(NamedTuple):
+    """What a rank says of a part."""
+
+    why: str
+    """What went wrong; empty: nothing did."""
+    other: bool
+    """Whether that was no :class:`RuntimeError`."""
+    sums: int
+    """Sums over the ranks that it has begun."""
 
 
 def host_group() -> ProcessGroup:
@@ -81,7 +116,7 @@ def host_group() -> ProcessGroup:
 
 
 def require_same(graphs: StepGraphs, group: ProcessGroup) -> None:
-    """Raise :class:`RuntimeError`, on all ranks, if they would not capture the same steps."""
+    """Raise :class:`CannotCapture`, on all ranks, if they would not capture the same steps."""
     said = ranks.gathered((graphs.prompt_sizes, graphs.decode_sizes), group)
     if any(one != said[0] for one in said):
-        raise RuntimeError("their ranks would capture different ones")
+        raise CannotCapture("their ranks would capture different ones")

@@ -30,7 +30,7 @@ from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.serve_build import Drafts, ServeBuild
 from ridgeline.serve import ranks
 from ridgeline.serve.adapter_table import AdapterTable
-from ridgeline.serve.agreed_capture import AgreedCapture, host_group, require_same
+from ridgeline.serve.agreed_capture import AgreedCapture, CannotCapture, host_group, require_same
 from ridgeline.serve.batching import measure_costs, measure_task
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.draft_tree import Draft
@@ -159,7 +159,8 @@ def _pool(run: ServeBuild) -> tuple[int, int, float]:
         return 0, context(e.model, w), each
     kind = "gpu" if run.device.type == "cuda" else "cpu"
     if run.mesh is not None:  # NCCL's buffers, hundreds of megabytes, are not the pool's
-        dist.all_reduce(torch.zeros(1, device=run.device), group=run.mesh.group("inner", "tp"))
+        for group in (run.mesh.group("inner", "tp"), dist.group.WORLD):  # messages are of the latter
+            dist.all_reduce(torch.zeros(1, device=run.device), group=group)
     own, refusal = (0, 0), None
     try:
         own = run.pool(e.model, w, each, _free(run), kind, width, e.parallel.get("tp", 1))
@@ -194,10 +195,14 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     elif not run.adapters:
         runner.decoder = find_decoder(run.model)
     if graphs and runner.layout.whole is not None:
-        group = None if run.mesh is None else host_group()
-        make = CudaCapture if group is None else lambda: AgreedCapture(CudaCapture(), group)
         drafts = 0 if run.drafts is None else run.drafts.tokens
-        _capture(runner, StepGraphs(runner, blocks, run.limits, longest, make, drafts), group)
+        captured = StepGraphs(runner, blocks, run.limits, longest, CudaCapture, drafts)
+        group = None
+        if run.mesh is not None:
+            group, summing = host_group(), run.mesh.group("tp")
+            captured.make = lambda: AgreedCapture(CudaCapture(), group, summing)
+            captured.failure = CannotCapture
+        _capture(runner, captured, group)
         if isinstance(runner, RankedRunner) and runner.graphs is not None:
             runner.watch()
     return runner
@@ -220,7 +225,7 @@ def _capture(runner: Runner, graphs: StepGraphs, group: ProcessGroup | None = No
         if group is not None:
             require_same(graphs, group)
         graphs.warm_up()
-    except RuntimeError as e:
+    except graphs.failure as e:
         warnings.warn(f"steps run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
     else:
         runner.graphs = graphs

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -203,10 +204,13 @@ def follow(make: Callable[[Experiment, torch.device], RankedRunner], path: str, 
     device = join(Path(meet), int(rank), e.world)
     try:
         make(e, device).follow()
-    except UserError as refusal:
-        print(f"rank {rank}: {refusal}", file=sys.stderr)
-    except RuntimeError:
-        # Rank 0 has exited, and reports the reason; a GPU may wait for its part of a sum, and the group's end for that.
+    except Exception as e:
+        # A GPU may wait for its part of a sum, and the group's end for that.
+        if isinstance(e, (UserError, torch.OutOfMemoryError)):
+            print(f"rank {rank}: {e}", file=sys.stderr)
+        elif not isinstance(e, RuntimeError):  # rank 0 has exited, and reports the reason
+            traceback.print_exc()
+        sys.stderr.flush()
         os._exit(1)
     dist.destroy_process_group()
 

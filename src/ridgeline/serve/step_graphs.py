@@ -206,6 +206,8 @@ class StepGraphs:
         """``longest``: tokens of a sequence; ``make``: makes what captures; ``drafts``: tokens of a draft."""
         spec, most = runner.model.spec, limits.max_num_seqs
         self.runner, self.pad, self.make = runner, pad, make
+        self.failure: type[RuntimeError] = RuntimeError
+        """What says that a step cannot be captured, so that its operators are launched."""
         self.repeat = spec.num_heads // spec.num_kv_heads
         self.most_rows = most_rows(spec.cached_dim, runner.kind)
         """Of a program that takes a prompt's."""
@@ -251,7 +253,7 @@ class StepGraphs:
         try:
             for size in reversed(self.prompt_sizes):
                 self.graphs[size] = self._captured(size, capture, 0)
-        except RuntimeError as e:
+        except self.failure as e:
             warnings.warn(f"steps with prompts run without CUDA graphs: {str(e).splitlines()[0]}", stacklevel=2)
             self.graphs, self.prompt_sizes, self._shared, self._out = {}, [], {}, None
             capture = self.make()
@@ -310,6 +312,7 @@ class StepGraphs:
         for size in reversed([*self.decode_sizes, *self.prompt_sizes]):
             if self._has_adapted(size):
                 self._capture_adapted(size)
+        torch.cuda.empty_cache()  # of what was run beside the main stream before it was captured
 
     def _capture_adapted(self, size: Size) -> bool:
         """Whether there is a graph of this size for steps with adapters, which is captured if it was not yet."""

@@ -285,7 +285,7 @@ class Trainer:
         loss, valid = self.forward_backward(step)
         norm, known = self.update(step, loss)
         self.loader.queue(step + 1)
-        report = (lambda: known) if known else self._send(loss, norm).read
+        report = (lambda: known) if known else self._send_report(loss, norm).read
         self._under_way.append((step, valid, report))
         self.steps_done += 1
 
@@ -313,9 +313,9 @@ class Trainer:
 
     def report(self, loss: torch.Tensor, norm: torch.Tensor) -> Report:
         """What all ranks know of a step, at its end, for which the host waits."""
-        return self._send(loss, norm).read()
+        return self._send_report(loss, norm).read()
 
-    def _send(self, loss: torch.Tensor, norm: torch.Tensor) -> step_reports.Sent:
+    def _send_report(self, loss: torch.Tensor, norm: torch.Tensor) -> step_reports.Sent:
         finished = self.run.hooks.finished
         flags = self.stop_requested, self.rank == 0 and finished is not None and finished()
         return step_reports.send(loss, norm, flags, self.world)

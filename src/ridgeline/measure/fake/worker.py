@@ -128,8 +128,8 @@ def _serving(e: Any, device: Any, sampling: dict[str, Any], sequences: int) -> d
         ids = [(7 * i + 3 * j) % (engine.spec.vocab_size - 2) + 2 for j in range(prompt)]
         engine.add(EngineRequest(str(i), ids, settings, adapter=names[i % len(names)]))
     found = {}
-    if any(names) and engine.runner.graphs is not None:  # a server captures these steps when they first come
-        engine.runner.graphs.warm_up_adapted()
+    if any(names):  # as a server that starts with them
+        engine.warm_up_adapters()
     TRACER.reset()
     failed = _stepped(engine)
     found["prefill"] = TRACER.summary() | {"sequences": sequences, "failed": failed}
