@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.world import world
 from ridgeline.jobs.job import RankContext, TrainOptions
 from ridgeline.train import training_loop
 from ridgeline.train.checkpoint import checkpoints
+from ridgeline.train.step_reports import Sent
 from ridgeline.train.trainer import Trainer
 
 
@@ -118,6 +120,12 @@ def test_a_loss_that_is_not_finite_ends_training_before_it_is_saved(corpus, tmp_
     with pytest.raises(FloatingPointError, match="loss is nan at step 5"):
         trained(experiment(corpus, steps=9), tmp_path, Broken, watch, save_every=3, eval_every=0)
     assert [c.name for c in checkpoints(tmp_path)] == ["step-000003"]
+
+
+def test_a_report_is_read_once_it_has_arrived():
+    numbers = torch.zeros(2, dtype=torch.float64)
+    arrived = SimpleNamespace(synchronize=lambda: numbers.copy_(torch.tensor([2.5, 0.5])))
+    assert Sent(numbers, (True, False), arrived).read() == (2.5, 0.5, True, False)
 
 
 def test_a_step_that_has_begun_ends_when_the_watcher_stops(corpus):

@@ -138,6 +138,7 @@ def _engine(e: Experiment) -> Any:
         device = setup(1)
         _made[key] = make_engine(e, device, random_model(e, device))
         add_stated(e.plan, _made[key])
+        _made[key].warm_up_adapters()
     return _made[key]
 
 

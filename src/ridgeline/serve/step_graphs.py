@@ -305,13 +305,13 @@ class StepGraphs:
 
     @torch.inference_mode()
     def warm_up_adapted(self) -> None:
-        """Capture all steps with the adapters that are loaded."""
+        """Capture the steps with the adapters that are loaded, until one cannot be."""
         if self.runner.slots is None or not self.runner.slots.slot:
             return
         self.runner.slots.install()
         for size in reversed([*self.decode_sizes, *self.prompt_sizes]):
-            if self._has_adapted(size):
-                self._capture_adapted(size)
+            if self._has_adapted(size) and not self._capture_adapted(size):
+                break
         torch.cuda.empty_cache()  # of what was run beside the main stream before it was captured
 
     def _capture_adapted(self, size: Size) -> bool:

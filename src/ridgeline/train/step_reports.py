@@ -57,6 +57,6 @@ def send(loss: Tensor, norm: Tensor, flags: tuple[bool, bool], world: int) -> Se
         numbers = torch.cat([part, size])
     if numbers.device.type != "cuda":
         return Sent(numbers, flags, None)
-    numbers, arrived = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
-    arrived.record()
-    return Sent(numbers, flags, arrived)
+    host, arrived = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(numbers.device))
+    return Sent(host, flags, arrived)
