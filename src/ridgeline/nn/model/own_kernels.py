@@ -118,7 +118,7 @@ def settle_lora(slots: LoraSlots, kernels: Kernels) -> bool:
 
 def lora_trial(
     add: AddLora, device: torch.device, dtype: torch.dtype, width: int, widths: tuple[int, ...], rows: int
-) -> Both:
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """What three adapters of two ranks add to ``rows`` rows of ``width`` inputs, and to none of the last ones."""
     ranks, slices, capacity = (LEAST_RANK, 5, LEAST_RANK), len(widths), LEAST_RANK
     x = _random(device, dtype, rows, width)
