@@ -274,3 +274,29 @@ def test_every_kernel_that_is_launched_is_compiled_ahead_of_time():
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_every_shape(capability, tmp_path):
     no_waste(compiled(tmp_path, "--capabilities", capability))
+
+
+NANS = """
+import json
+import torch
+from ridgeline.nn.kernels import gated_difference, relative_update
+from ridgeline.nn.kernels.ahead_of_time import compiling
+
+with compiling(90) as found:
+    x = torch.empty(64, 64, device="meta")
+    gated_difference.gated_weight(x, x, x, x, x, (-0.1, 1.1))
+    gated_difference.gated_gradients(x, x, x, x, (x, x), (-0.1, 1.1))
+    relative_update.update_matrix(x, x, x[0], x[0], 0.3, 1e-30, 1e-3, 1e-3)
+    relative_update.update_vector(x[0], x[0], x[0], 0.3, 1e-30, 1e-3, 1e-3)
+print(json.dumps({call.name: call.kernel.asm["ptx"] for call in found}))
+"""
+
+
+def test_what_is_cut_stays_nan(tmp_path):
+    """A GPU's minimum and maximum leave NaN out, unlike those of Triton's interpreter: gates and sizes of updates that
+    are NaN must show."""
+    (tmp_path / "nans.py").write_text(NANS)
+    found = run(tmp_path / "nans.py", tmp_path)
+    cut = {name: {kind for kind in ("min.NaN.f32", "max.NaN.f32") if kind in ptx} for name, ptx in found.items()}
+    assert cut["_gated_weight"] == cut["_gated_gradients"] == {"min.NaN.f32", "max.NaN.f32"}
+    assert cut["_update_matrix"] == cut["_update_vector"] == {"max.NaN.f32"}

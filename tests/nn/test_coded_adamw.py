@@ -65,16 +65,18 @@ def test_a_gradient_that_is_not_finite_shows_in_its_block_alone():
     assert weight.isnan().sum() == 1
 
 
-@pytest.mark.parametrize("off", [False, True])
+@pytest.mark.parametrize("off", ["", "decay", "second moment"])
 def test_it_is_tried_before_it_is_used(off, monkeypatch):
-    def wrong(weight, *given):
-        plain(weight, *given)
-        weight *= 1.2
+    def wrong(weight, grad, m, v, tables, block, numbers):
+        plain(weight, grad, m, v, tables, block, (1.0, *numbers[1:]) if off == "decay" else numbers)
+        if off == "second moment":
+            v.peaks.mul_(1.1)
 
     plain = kernel.coded_adamw
     if off:
         monkeypatch.setattr(kernel, "coded_adamw", wrong)
-    assert tried(coded_adamw, monkeypatch) == ["PyTorch's operators compute 8-bit AdamW, as our kernel is wrong"] * off
+    said = ["PyTorch's operators compute 8-bit AdamW, as our kernel is wrong"]
+    assert tried(coded_adamw, monkeypatch) == said * bool(off)
 
 
 def test_fp32_moments_are_updated_all_at_once_as_one_by_one():

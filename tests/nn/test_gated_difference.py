@@ -72,10 +72,14 @@ def test_weights_in_16_bits():
 def test_they_are_tried_before_they_are_used(kernel, off, monkeypatch):
     plain = getattr(gated_difference, kernel)
 
-    def wrong(first, *given):
-        plain(first * 1.3 if off and kernel != "shut_gates" else first, *given)
+    def wrong(*given):
         if off and kernel == "shut_gates":
-            first *= 1.3
+            given = *given[:2], given[2] * 1.1
+        plain(*given)
+        if off and kernel == "gated_gradients":
+            given[4][1].mul_(1.1)  # of the gates
+        elif off and kernel == "gated_weight":
+            given[4].mul_(1.1)
 
     monkeypatch.setattr(gated_difference, kernel, wrong)
     said = ["PyTorch's operators compute gated differences of weights, as our kernel is wrong"]

@@ -27,14 +27,14 @@ def random(seed=0):
 def test_matrices_are_those_of_the_operators(out, width, dtype):
     parts = [p.detach() for p in layer(out, width).parts()]
     found = qft._expand_by_kernel(parts, dtype)
-    want = expand(parts, dtype)
+    want = qft._expand_by_operators(parts, dtype)
     same = DEVICE == "cuda" or dtype == torch.float32  # the interpreter truncates where devices round
     torch.testing.assert_close(found, want, rtol=0 if same else 2**-9, atol=0)
 
 
 def test_vectors_of_a_table():
     parts = [p.detach()[torch.tensor([[2, 0], [1, 1]], device=DEVICE)] for p in layer(4, 48).parts()]
-    assert torch.equal(qft._expand_by_kernel(parts, torch.float32), expand(parts, torch.float32))
+    assert torch.equal(qft._expand_by_kernel(parts, torch.float32), qft._expand_by_operators(parts, torch.float32))
 
 
 @pytest.mark.parametrize(("out", "width"), [(6, 300), (2, 2500), (1, 7)])
@@ -107,4 +107,6 @@ def test_they_are_tried_before_they_are_used(off, monkeypatch):
         plain = getattr(integer_rows, off)
         monkeypatch.setattr(integer_rows, off, wrong)
     said = ["PyTorch's operators compute integer matrices and their updates, as our kernel is wrong"]
+    before = torch.get_rng_state()
     assert tried(qft, monkeypatch) == said * bool(off)
+    assert torch.equal(torch.get_rng_state(), before), "random numbers of the run are drawn"

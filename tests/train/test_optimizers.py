@@ -10,11 +10,15 @@ from tests.train.test_traffic import EXPERTS, RING, SP, TP, WIDE, measure
 from tests.training import MODEL, experiment, full, make_trainer, train, train_once
 from tests.world import world
 
+from ridgeline import catalog
+from ridgeline.experiments import make
+from ridgeline.graph.build_graph import training_graph
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn.quant.codec import decode_blockwise8, encode_blockwise8
 from ridgeline.predict import predict
 from ridgeline.runtime.optimizers import AdaLomoOptimizer, AdamW8bitOptimizer, LionOptimizer
 from ridgeline.spec.errors import Incompatible
+from ridgeline.techniques.optimizers.adamw8bit import AdamW8bit
 from ridgeline.techniques.registry import check
 from ridgeline.train.checkpoint import resume, save
 
@@ -292,3 +296,14 @@ def test_two_passes_are_predicted_as_two(corpus):
     assert times[1] <= times[0]
     assert 1.5 < times[2] / times[1] < 2.05
     assert math.isfinite(times[2])
+
+
+def test_bytes_of_8_bit_adamw_are_those_of_its_kernel_and_of_fused_adamw():
+    """In blocks of 256: 16 bytes and a 16th; embeddings and norms have fp32 moments, which take 28."""
+    model = catalog.model("llama-3.2-1b")
+    e = make(model, "h100-sxm", {"kind": "pretrain", "seq_len": 64, "batch_size": 4, "steps": 4}, ["adamw8bit"])
+    name, moved = AdamW8bit().rewrite(training_graph(e), e).optimizer
+    plain = (model.vocab_size + 2 * model.num_layers + 1) * model.hidden_size
+    coded = model.num_parameters - plain
+    assert name == "adamw8bit"
+    assert moved == pytest.approx((16.0625 * coded + 28 * plain) / (coded + plain), rel=1e-3)

@@ -40,7 +40,7 @@ def by_kernel(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rest: floa
 
 
 def trial(device: torch.device) -> Both:
-    """Two steps of a stack of matrices and of a vector."""
+    """What two steps change of a stack of matrices and of a vector, and their states."""
     from ridgeline.runtime.optimizers import AdaLomoOptimizer
 
     g = torch.Generator(device).manual_seed(0)
@@ -48,7 +48,7 @@ def trial(device: torch.device) -> Both:
     starts = [torch.randn(shape, generator=g, device=device) for shape in shapes]
     grads = [[torch.randn(shape, generator=g, device=device) for shape in shapes] for _ in range(2)]
 
-    def found(kernel: bool) -> Tensor:
+    def found(kernel: bool) -> tuple[Tensor, ...]:
         ps = [nn.Parameter(t.clone()) for t in starts]
         optimizer = AdaLomoOptimizer([{"params": ps}], 0.5, 0.8, 1e-3)
         group: dict[str, Any] = optimizer.param_groups[0]
@@ -56,7 +56,7 @@ def trial(device: torch.device) -> Both:
             for p, grad in zip(ps, step, strict=True):
                 p.grad = grad.clone()
                 optimizer.apply(p, group, kernel)
-        moved = [(p - t).flatten() for p, t in zip(ps, starts, strict=True)]
-        return torch.cat([*moved, optimizer.state[ps[0]]["columns"].flatten()])
+        states = [t for p in ps for name, t in optimizer.state[p].items() if name != "step"]
+        return *(p - t for p, t in zip(ps, starts, strict=True)), *states
 
     return lambda: found(True), lambda: found(False)

@@ -13,8 +13,11 @@ NAME = "finetuning"
 REQUIRED = ("method", "device", "layers", "hidden", "heads", "seq_len", "n_devices", "micro_batch_size")
 _TARGETS = {"qkv": ("q_proj", "k_proj", "v_proj")}
 PLAIN_UNPACKING = 2.7
-"""The same of GPTQ's weights: a shift, a mask, a subtraction and a product by the scales unpack them, and take as long
-as moving 6.8 bytes an element, where our one kernel moves 2.5."""
+"""How much longer GPTQ's weights take to unpack, by a shift, a mask, a subtraction and a product by the scales, than by
+one kernel, which moves 2.5 bytes an element. Chosen by the twelve rows of two models that it predicts, of which those
+of 1.8B with up to 1024 tokens do not depend on it: their mean error is 8 % from 2.7 to 3.5. Before, it was 1.5 of 4.5
+bytes, which takes as long. Were the chain limited by its bytes, some 16, it would be 6.4, and the rows 18 % off on
+average: what takes the time is not known."""
 _METHODS = ("full", "lora", "qlora")
 
 

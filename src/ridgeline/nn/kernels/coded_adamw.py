@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeline.nn.kernels.quick import blocks, power, quick
+from ridgeline.nn.kernels.quick import blocks, power, quick, warps
 
 NUMBERS = 1024
-"""Of a program: 8 in each of 128 threads, whose codes are one load of 64 bits."""
+"""Of a program, at least: 8 in each of 128 threads, whose codes are one load of 64 bits."""
 
 
 @triton.jit
@@ -69,4 +69,5 @@ def coded_adamw(
     -η / (1 - β₁ᵗ), √(1 - β₂ᵗ)."""
     count, size = weight.numel() // block, power(block)
     tall = max(1, NUMBERS // size)
-    _coded_adamw[(blocks(count, tall),)](weight, grad, *m, *v, *tables, count, *numbers, block, size, tall)
+    _coded_adamw[(blocks(count, tall),)](weight, grad, *m, *v, *tables, count, *numbers, block, size, tall,
+                                         num_warps=warps(size))  # fmt: skip

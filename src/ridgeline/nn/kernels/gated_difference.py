@@ -24,13 +24,19 @@ def _gates(gate, noise, low, high):
     return s * (high - low) + low, s
 
 
+@triton.jit
+def _cut(stretched):
+    """To [0, 1]. NaN stays: a GPU's minimum and maximum leave it out, which would shut its gate for good."""
+    return tl.clamp(stretched, 0.0, 1.0, propagate_nan=tl.PropagateNan.ALL)
+
+
 @quick
 @triton.jit
 def _gated_weight(weight, diff, gate, noise, out, n, low, high, SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < n
     stretched, _ = _gates(tl.load(gate + at, inside, other=0.0), tl.load(noise + at, inside, other=0.5), low, high)
-    z = tl.minimum(tl.maximum(stretched, 0.0), 1.0)
+    z = _cut(stretched)
     w = tl.load(weight + at, inside, other=0.0).to(tl.float32)
     w += z * tl.load(diff + at, inside, other=0.0).to(tl.float32)
     tl.store(out + at, w.to(out.dtype.element_ty), inside)
@@ -42,7 +48,7 @@ def _gated_gradients(grad, diff, gate, noise, d_diff, d_gate, n, low, high, SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < n
     stretched, s = _gates(tl.load(gate + at, inside, other=0.0), tl.load(noise + at, inside, other=0.5), low, high)
-    z = tl.minimum(tl.maximum(stretched, 0.0), 1.0)
+    z = _cut(stretched)
     slope = tl.where((stretched > 0.0) & (stretched < 1.0), s * (1.0 - s) * (high - low), 0.0)
     g = tl.load(grad + at, inside, other=0.0).to(tl.float32)
     d = tl.load(diff + at, inside, other=0.0).to(tl.float32)

@@ -111,9 +111,11 @@ def _sizes(weight, grad, row_factor, column_factor, sums, rows, columns, ROWS: t
 
 @triton.jit
 def _length(of_update, of_weight, size, scale, lr, least):
-    """η max(ε, RMS(θ)) / max(1, RMS(u)) of u, ``scale`` times what ``of_update`` is the sum of squares of."""
+    """η max(ε, RMS(θ)) / max(1, RMS(u)) of u, ``scale`` times what ``of_update`` is the sum of squares of. NaN where
+    one of both is, which a GPU's maximum leaves out."""
     rms = tl.sqrt(of_update / size) * scale
-    return lr * tl.maximum(tl.sqrt(of_weight / size), least) / tl.maximum(rms, 1.0) * scale
+    least_size = tl.maximum(tl.sqrt(of_weight / size), least, propagate_nan=tl.PropagateNan.ALL)
+    return lr * least_size / tl.maximum(rms, 1.0, propagate_nan=tl.PropagateNan.ALL) * scale
 
 
 @quick
@@ -138,10 +140,12 @@ def _update_matrix(weight, grad, row_factor, column_factor, sums, rows, columns,
 @quick
 @triton.jit
 def _update_vector(weight, grad, square, n, size, rest, tiny, lr, least, SIZE: tl.constexpr):
-    """The same of a vector, whose mean of g² is kept as it is."""
+    """The same of a vector, whose mean of g² is kept as it is: read by all threads, of which several hold the same
+    numbers of a short vector, before one of them writes it."""
     at = tl.arange(0, SIZE)
     g = tl.load(grad + at, at < n, other=0.0).to(tl.float32)
     v = tl.load(square + at, at < n, other=1.0)
+    tl.debug_barrier()
     v += rest * (g * g + tiny - v)
     tl.store(square + at, v, at < n)
     u = g * tl.rsqrt(tl.where(at < n, v, 1.0))

@@ -34,8 +34,9 @@ LORA_ROWS = (13, 90, 300)
 EACH = 4
 """Rows of an expert, on average: fewer than are multiplied in codes of their own."""
 
-Both = tuple[Callable[[], Tensor], Callable[[], Tensor]]
-"""What computes something with our kernel, and what without."""
+Found = Tensor | tuple[Tensor, ...]
+Both = tuple[Callable[[], Found], Callable[[], Found]]
+"""What computes something with our kernel, and what without. Of several tensors each is compared."""
 
 
 def settle(model: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
@@ -117,7 +118,7 @@ def settle_lora(slots: LoraSlots, kernels: Kernels) -> bool:
 
 def lora_trial(
     add: AddLora, device: torch.device, dtype: torch.dtype, width: int, widths: tuple[int, ...], rows: int
-) -> Both:
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """What three adapters of two ranks add to ``rows`` rows of ``width`` inputs, and to none of the last ones."""
     ranks, slices, capacity = (LEAST_RANK, 5, LEAST_RANK), len(widths), LEAST_RANK
     x = _random(device, dtype, rows, width)
@@ -170,11 +171,11 @@ def _try(kernels: Kernels, operator: str, device: torch.device, trials: Iterator
         warnings.warn(f"PyTorch's operators compute {operator}, as our kernel {why}", stacklevel=3)
 
 
-def differs(device: torch.device, ours: Callable[[], Tensor], right: Callable[[], Tensor], fix: str) -> str:
+def differs(device: torch.device, ours: Callable[[], Found], right: Callable[[], Found], fix: str) -> str:
     """What is wrong with our kernel, run twice, beside what is ``right``; empty: nothing. Raises :class:`UserError`
     with the advice ``fix`` where nothing else can run on the GPU after it."""
     try:
-        found, again = ours(), ours()
+        found, again = _each(ours()), _each(ours())
         torch.cuda.synchronize(device)
     except Exception as e:  # whatever a compiler or a driver makes of it
         why = f"fails here ({(str(e) or type(e).__name__).splitlines()[0][:200]})"
@@ -183,11 +184,16 @@ def differs(device: torch.device, ours: Callable[[], Tensor], right: Callable[[]
         except Exception:
             raise UserError(f"our kernel {why}, and leaves the GPU unusable", fix) from e
         return why
-    want = right().float()
-    error = float((found.float() - want).norm() / want.norm())
-    if not error < WRONG:  # NaN, too
-        return f"is wrong here (error {error:.2g})"
-    return "" if torch.equal(found, again) else "gives other results the second time"
+    for mine, want in zip(found, _each(right()), strict=True):
+        error = float((mine.float() - want.float()).norm() / want.float().norm())
+        if not error < WRONG:  # NaN, too
+            return f"is wrong here (error {error:.2g})"
+    same = all(map(torch.equal, found, again))
+    return "" if same else "gives other results the second time"
+
+
+def _each(found: Found) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else found
 
 
 def _wholes(model: nn.Module) -> Iterator[products.Joined]:

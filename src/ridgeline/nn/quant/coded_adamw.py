@@ -81,18 +81,17 @@ def _by_kernel(weight: Tensor, grad: Tensor, m: Moment, v: Moment, block: int, n
 
 
 def trial(device: torch.device) -> Both:
-    """Three steps of a matrix whose blocks are of no power of two, and its decoded moments."""
+    """What three steps change of a matrix whose blocks are of no power of two, and its decoded moments."""
     g = torch.Generator(device).manual_seed(0)
     start = torch.randn(20, 480, generator=g, device=device)
     grads = [torch.randn(start.shape, generator=g, device=device) * scale for scale in (1.0, 1e-3, 1.0)]
 
-    def found(kernel: bool) -> Tensor:
+    def found(kernel: bool) -> tuple[Tensor, ...]:
         weight = start.clone()
         m, v = (Moment(*encode_blockwise8(torch.zeros_like(weight), signed, 160)) for signed in (True, False))
         for step, grad in enumerate(grads, 1):
             given = weight, grad, m, v, 160, Numbers(0.1, 0.9, 0.95, 1e-8, 0.1, step)
             (_by_kernel if kernel else _by_operators)(*given)
-        moments = [decode_blockwise8(*held, held is m, 160) for held in (m, v)]
-        return torch.stack([weight, *moments])
+        return weight - start, *(decode_blockwise8(*held, held is m, 160) for held in (m, v))
 
     return lambda: found(True), lambda: found(False)

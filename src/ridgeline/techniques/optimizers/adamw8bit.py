@@ -60,15 +60,20 @@ class AdamW8bit(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Two bytes and the blocks' scales instead of eight. A GPU's one kernel reads parameter, gradient, codes and
-        scales, and writes all but the gradient; elsewhere every moment is decoded and encoded in passes of their own.
+        scales, and writes all but the gradient, and moments in fp32 are those of the fused AdamW; elsewhere every
+        moment is decoded and encoded in passes of their own.
         """
-        fused = e.cluster.device.kind == "gpu"
-        g.optimizer = ("adamw8bit", 16.0 + 16.0 / self.block if fused else 120.0)
         tp = e.parallel.get("tp", 1)
-        for p, _ in g.params:
+        moved = elements = 0.0
+        for p, n in g.params:
             block = block_of(p.shape, _width(p, tp), self.block) if p.shape else 0
             block = 0 if p.name.startswith("embed.") else block
             p.state_bytes = 2 + 8 / block if block else 8.0
+            if p.trainable:
+                mine = p.numel / max(p.grad_shards, p.state_shards) * n
+                elements, moved = elements + mine, moved + mine * (16 + 16 / block if block else 28)
+        fused = e.cluster.device.kind == "gpu" and elements
+        g.optimizer = ("adamw8bit", moved / elements if fused else 120.0)
         return g
 
     def build(self, run: TrainBuild) -> None:

@@ -74,6 +74,11 @@ def expand(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     codes, scale, columns, outliers = parts
     if by_kernels(codes, scale, columns, outliers) and dtype != torch.float64:
         return _expand_by_kernel((codes, scale, columns, outliers), dtype)
+    return _expand_by_operators((codes, scale, columns, outliers), dtype)
+
+
+def _expand_by_operators(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    codes, scale, columns, outliers = parts
     whole = torch.mul(codes, scale.to(dtype))
     return whole.scatter_(-1, columns.long(), outliers.to(dtype))
 
@@ -231,11 +236,11 @@ def trial(device: torch.device) -> Both:
     """A small matrix, its momentum and the squares of its gradients behind three of Lion's steps, of which the second
     is so long that scales grow."""
     g = torch.Generator(device).manual_seed(0)
-    linear = nn.Linear(300, 40, bias=False, device=device)
+    linear = nn.Linear(300, 40, bias=False, device="meta")  # which draws none of the process's random numbers
     weight, *grads = (torch.randn(40, 300, generator=g, device=device) for _ in range(4))
     linear.weight = nn.Parameter(weight)
 
-    def found(kernel: bool) -> Tensor:
+    def found(kernel: bool) -> tuple[Tensor, ...]:
         layer = IntegerLinear(linear, lambda *_: None)
         momentum, scale = torch.zeros_like(layer.codes), torch.zeros_like(layer.scale)
         random, squares = torch.Generator(device).manual_seed(1), torch.zeros((), dtype=torch.float64, device=device)
@@ -248,10 +253,7 @@ def trial(device: torch.device) -> Both:
                 squares += grad.double().square().sum()
                 lion_rows(layer, slice(None), torch.mul(codes, by), momentum, scale, **how)
         parts = [p.detach() for p in layer.parts()]
-        if kernel:
-            whole = _expand_by_kernel(parts, torch.float32)
-        else:
-            whole = torch.mul(parts[0], parts[1]).scatter_(-1, parts[2].long(), parts[3])
-        return torch.cat([whole.flatten(), (momentum * scale).flatten(), squares.sqrt().float().view(1)])
+        whole = (_expand_by_kernel if kernel else _expand_by_operators)(parts, torch.float32)
+        return whole, momentum * scale, squares
 
     return lambda: found(True), lambda: found(False)
