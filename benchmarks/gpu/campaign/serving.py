@@ -7,6 +7,7 @@ import importlib.util
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from campaign.cells import Cell, Figures, NotInstalled, Setting
 from ridgeline.experiments import make
 from ridgeline.measure.ablate import measure_plan
 from ridgeline.predict import predict
+from ridgeline.predict.serving.arrivals import requests
 from ridgeline.predict.serving.engine_costs import find_engine
+from ridgeline.predict.serving.iteration_time import Iterations
+from ridgeline.predict.serving.simulate import surface_of
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.scheduling import OWN
-from ridgeline.techniques.registry import default_plan
+from ridgeline.techniques.registry import default_plan, resolve
 
 PLANS = {
     "bf16": (), "int8": ("rtn:bits=8,group_size=128",), "int4": ("rtn:bits=4,group_size=128",), "fp8": ("fp8",),
@@ -50,22 +54,27 @@ def cells(setting: Setting) -> list[Cell]:
     found += [_decode(setting, "qwen3-30b-a3b", "bf16", (), b) for b in (1, 64)]
     found += [_prompt(setting, large, n) for n in (512, 4096)]
     found += [_load(setting, m, n) for m, n in ((small, 8), (small, 64), (large, 8), (large, 64))]
-    peers = (("transformers", small, transformers_decode), ("vLLM", small, vllm_decode), ("vLLM", large, vllm_decode))
-    for who, model, ask in peers:
-        found += [Cell(f"{model}, {who}, decode, batch {b}", partial(ask, setting, model, b), limit=300.0)
-                  for b in BATCHES]  # fmt: skip
+    peers = (("transformers", small, transformers_decode, "gpt-fast"), ("vLLM", small, vllm_decode, "vllm"),
+             ("vLLM", large, vllm_decode, "vllm"))  # fmt: skip
+    for who, model, ask, engine in peers:
+        for b in BATCHES:
+            given = partial(experiment, setting, model, (), b, PROMPT, NEW, engine=engine)
+            found.append(Cell(f"{model}, {who}, decode, batch {b}", partial(ask, setting, model, b),
+                              partial(decode_said, given), limit=300.0))  # fmt: skip
     return found
 
 
 def experiment(
-    setting: Setting, model: str, plan: tuple[str, ...], batch: int, prompt: int, new: int, dtype: str = "bf16"
-) -> Experiment:
-    """``batch`` clients, each with one request."""
+    setting: Setting, model: str, plan: tuple[str, ...], batch: int, prompt: int, new: int, dtype: str = "bf16",
+    engine: str = OWN,
+) -> Experiment:  # fmt: skip
+    """``batch`` clients, each with one request. ``engine``: what is predicted; transformers' compiled `generate` with a
+    static cache does what gpt-fast does."""
     from ridgeline.spec.device import Cluster
 
     w = {"kind": "serve", "prompt_len": prompt, "output_len": new, "concurrency": batch, "requests": batch,
          "max_num_seqs": max(batch, *BATCHES), "max_num_batched_tokens": 8192,
-         "max_model_len": max(prompt, LONGEST) + new + 1, "dtype": dtype, "engine": OWN}  # fmt: skip
+         "max_model_len": max(prompt, LONGEST) + new + 1, "dtype": dtype, "engine": engine}  # fmt: skip
     return make(model, Cluster(device=setting.device), w, [*default_plan("serve"), *plan])
 
 
@@ -77,13 +86,22 @@ def _decode(
     goals = {"share_of_bandwidth": (">=", shares[name])} if name in shares else {}
     given = partial(experiment, setting, model, plan, batch, prompt, new, dtype)
     return Cell(f"{model}, {name}, decode, batch {batch}, {prompt} tokens", partial(decode, setting, given, graphs),
-                partial(decode_said, given) if graphs else dict, goals, LIMIT)  # fmt: skip
+                partial(decode_said if graphs else launched_said, given), goals, LIMIT)  # fmt: skip
 
 
 def decode_said(given: partial[Experiment]) -> Figures:
     """The median time between tokens."""
     said = predict(given())
     return {"step_s": said.metrics["itl_p50_s"].value} if said.status == "ok" else {"status": said.status}
+
+
+def launched_said(given: partial[Experiment]) -> Figures:
+    """The step in the middle of the answers, of an engine that captures none."""
+    e, techniques = resolve(given())
+    w: Any = e.workload
+    s = surface_of(e, techniques, requests(w))
+    eager = Iterations(e, techniques, s.cluster, replace(s.engine, graphs=False), s.contexts)
+    return {"step_s": eager.mixed([], w.concurrency, w.concurrency * (w.prompt_len + w.output_len // 2))}
 
 
 def decode(setting: Setting, given: partial[Experiment], graphs: bool) -> Figures:

@@ -71,8 +71,8 @@ def _cell(
         return make(model, Cluster(device=setting.device), work, list(plan))
 
     goals = {"mfu": (">=", 0.5)} if name.startswith("bf16") and backend == "native" and not setting.small else {}
-    said = partial(predicted, experiment) if backend == "native" else dict
-    return Cell(f"{model}, {name}", partial(measured, experiment, backend), said, goals, SECONDS)
+    return Cell(f"{model}, {name}", partial(measured, experiment, backend), partial(predicted, experiment), goals,
+                SECONDS)  # fmt: skip
 
 
 def figures(result: Result) -> Figures:
