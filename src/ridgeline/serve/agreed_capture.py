@@ -1,8 +1,8 @@
 """Steps of several ranks are captured on all of them, or on none.
 
-Tensor-parallel ranks launch the same operators, sums over the ranks (all-reduces) among them. While a sum is captured
-nothing is sent, so what fails then can be given up on every rank. Before it is captured a step really runs: where that
-fails on one rank alone, the others' GPUs wait for what it does not send, and nothing more can be computed.
+Tensor-parallel ranks launch the same operators, all-reduces among them. While an all-reduce is captured nothing is
+sent, so what fails then can be given up on every rank. Before it is captured a step really runs: where that fails on
+one rank alone, the others' GPUs wait for what it does not send, and nothing more can be computed.
 
 Steps of a pipeline are launched operator by operator: a stage's host launches while the stage before computes, so that
 less is to be gained. So are steps with experts of which each rank has some: the host has to know how many rows those
@@ -47,7 +47,8 @@ class AgreedCapture:
     """A capture that fails on all ranks if it fails on one."""
 
     def __init__(self, own: TwoParts, group: ProcessGroup, summing: ProcessGroup) -> None:
-        """``group``: of all ranks, on the host: sums on the device may be waiting. ``summing``: of the sums."""
+        """``group``: of all ranks, on the host: on the device an all-reduce may be waiting. ``summing``: of the
+        all-reduces."""
         self.own, self.group, self.summing = own, group, summing
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
@@ -90,7 +91,7 @@ class AgreedCapture:
         return found, said
 
     def _sums(self) -> int:
-        """Sums over the ranks so far, of which all must have begun as many for the next ones to be the same."""
+        """All-reduces so far, of which all ranks must have begun as many for the next ones to be the same."""
         group: Any = self.summing
         try:
             return int(group._get_sequence_number_for_group())
@@ -106,7 +107,7 @@ class _Said(NamedTuple):
     other: bool
     """Whether that was no :class:`RuntimeError`."""
     sums: int
-    """Sums over the ranks that it has begun."""
+    """All-reduces that it has begun."""
 
 
 def host_group() -> ProcessGroup:

@@ -194,7 +194,10 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
         runner.compute = run.memory(runner.compute, runner.layout, run.device)
     elif not run.adapters:
         runner.decoder = find_decoder(run.model)
-    if graphs and runner.layout.whole is not None:
+    captures = graphs and runner.layout.whole is not None
+    if run.mesh is not None:  # one of several GPUs may be too old for it
+        captures = all(ranks.gathered(captures))
+    if captures:
         drafts = 0 if run.drafts is None else run.drafts.tokens
         captured = StepGraphs(runner, blocks, run.limits, longest, CudaCapture, drafts)
         group = None
