@@ -55,6 +55,14 @@ def _scale_of(bits):
 
 
 @triton.jit
+def _numbers(grad, momentum, codes, at, width):
+    """Gradients, momentum in codes of its scale, and codes of weights, at some columns of a row."""
+    inside = at < width
+    g = tl.load(grad + at, inside, other=0.0).to(tl.float32)
+    return g, tl.load(momentum + at, inside, other=0).to(tl.float32), tl.load(codes + at, inside, other=MARK)
+
+
+@triton.jit
 def _moved(g, m, scale, m_scale, lr, beta1_rest, beta2_rest):
     """(step, new momentum) of numbers: gradients are rounded to codes first, to nearest and even ones."""
     g = (g / scale + 12582912.0 - 12582912.0) * scale
@@ -95,9 +103,7 @@ def _lion_rows(grad, codes, scale, columns, outliers, momentum, m_scale, m_noise
     of_m, of_w = tl.full([SIZE], LEAST, tl.int32), tl.zeros([SIZE], tl.int32)
     for start in range(0, width, SIZE):
         at = start + tl.arange(0, SIZE)
-        g = tl.load(grad + at, at < width, other=0.0).to(tl.float32)
-        m = tl.load(momentum + at, at < width, other=0).to(tl.float32)
-        code = tl.load(codes + at, at < width, other=MARK)
+        g, m, code = _numbers(grad, momentum, codes, at, width)
         step, m = _moved(g, m, g_scale, before, lr, beta1_rest, beta2_rest)
         of_m = tl.maximum(of_m, _bits(m))
         of_w = tl.maximum(of_w, _bits(tl.where(code == MARK, 0.0, code.to(tl.float32) * keep + step / w_scale)))
@@ -105,9 +111,7 @@ def _lion_rows(grad, codes, scale, columns, outliers, momentum, m_scale, m_noise
     grow = tl.where(needed > 1.0, needed * headroom, 1.0)
     for start in range(0, width, SIZE):
         at = start + tl.arange(0, SIZE)
-        g = tl.load(grad + at, at < width, other=0.0).to(tl.float32)
-        m = tl.load(momentum + at, at < width, other=0).to(tl.float32)
-        code = tl.load(codes + at, at < width, other=MARK)
+        g, m, code = _numbers(grad, momentum, codes, at, width)
         step, m = _moved(g, m, g_scale, before, lr, beta1_rest, beta2_rest)
         w = (code.to(tl.float32) * keep + step / w_scale) / grow
         m = _rounded(m / after, tl.load(m_noise + at, at < width, other=0.0))
