@@ -19,7 +19,7 @@ def fits(weight: Tensor, grad: Tensor) -> bool:
         return False
     from ridgeline.nn.kernels.relative_update import LONGEST
 
-    return (weight.ndim > 1 or len(weight) <= LONGEST) and _is_right(weight.device)
+    return (weight.ndim > 1 or weight.numel() <= LONGEST) and _is_right(weight.device)
 
 
 def _is_right(device: torch.device) -> bool:

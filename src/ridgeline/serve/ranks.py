@@ -208,7 +208,7 @@ def follow(make: Callable[[Experiment, torch.device], RankedRunner], path: str, 
         # A GPU may wait for its part of a sum, and the group's end for that.
         if isinstance(e, (UserError, torch.OutOfMemoryError)):
             print(f"rank {rank}: {e}", file=sys.stderr)
-        elif not isinstance(e, RuntimeError):  # rank 0 has exited, and reports the reason
+        elif not isinstance(e, RankLost):  # where rank 0 has exited, it reports the reason
             traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

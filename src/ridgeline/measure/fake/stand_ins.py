@@ -257,7 +257,8 @@ class _Slice:
         self.get_shape, self.get_dtype = found.get_shape, found.get_dtype
 
     def __getitem__(self, at):
-        if np.prod(self.get_shape()) <= _FEW and "I" in self.get_dtype():
+        few = self.get_shape() and np.prod(self.get_shape()) <= _FEW
+        if few and "I" in self.get_dtype():
             with _disable_current_modes():
                 return self.found[at]
         whole = torch.empty(self.get_shape(), dtype=_TYPES[self.get_dtype()])

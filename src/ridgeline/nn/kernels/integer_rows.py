@@ -151,7 +151,8 @@ def lion_rows(
     """Update rows and their momentum (int8 [rows, in], fp32 [rows, 1]) in place, by a gradient [rows, in] that is
     rounded to codes first; returns the sum of its squares in each row (fp32 [rows]). ``noise``: fp32 numbers in [0, 1)
     [rows, in] by which momentum and weights are rounded. ``numbers``: η, 1 - η λ, 1 - β₁, 1 - β₂, and the factor by
-    which a scale grows beyond what is needed. What is not finite makes its row NaN."""
+    which a scale grows beyond what is needed. A gradient that is not finite makes the scale of its row's momentum
+    NaN."""
     width, count = rows.codes.shape[1], rows.columns.shape[1]
     squares = torch.empty(len(rows.codes), dtype=torch.float32, device=grad.device)
     _lion_rows[(len(squares),)](grad, *rows, momentum, momentum_scale, *noise, squares, width, count, *numbers,

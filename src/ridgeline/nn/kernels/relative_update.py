@@ -181,5 +181,5 @@ def update_vector(
     weight: Tensor, grad: Tensor, square: Tensor, rest: float, tiny: float, lr: float, least: float
 ) -> None:
     """The same of a vector of at most :data:`LONGEST` numbers and its mean of g² (fp32)."""
-    n, size = len(weight), power(len(weight))
+    n, size = weight.numel(), power(weight.numel())
     _update_vector[(1,)](weight, grad, square, n, float(n), rest, tiny, lr, least, size, num_warps=warps(size))
